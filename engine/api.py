@@ -1,0 +1,220 @@
+"""The contract between the API process and the engine's worker process: plain data, free of torch.
+
+Positions and counts are in tokens. Token ids are tuples of ints here and u32 little-endian on the socket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PAGE = 64
+"""Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["context_length", "invalid", "overloaded", "worker_lost", "internal"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Randomness is keyed by (seed, position), so it does not depend on the batch.
+
+    ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 mean off; ``temperature`` 0.0 is greedy. ``logprobs`` is how many
+    alternatives to report per token (None: no logprobs at all). ``stop_tokens`` end the output when sampled.
+    ``forced``: the sampler takes these tokens instead of drawing (scripted sampling); everything else is computed as
+    usual, and after the last of them generation ends.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    forced: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A position of the prompt at which a checkpoint is wanted. The worker moves it down to its architecture's grid.
+    Higher ``priority`` is kept longer; ``pinned`` anchors are never thinned while their session lives."""
+
+    position: int
+    kind: str
+    priority: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A token sequence which, when sampled, asks for a checkpoint at the state before its first token is fed."""
+
+    tokens: tuple[int, ...]
+    kind: str
+    priority: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. ``tokens`` is the whole prompt. ``side`` requests read the cache and never evict from it.
+    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    anchors: tuple[Anchor, ...] = ()
+    watches: tuple[Watch, ...] = ()
+    session: str = ""
+    namespace: str = ""
+    side: bool = False
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Where a prompt's tokens came from. device + host + disk + replayed + new == prompt tokens.
+
+    ``resumed`` tokens (device + host + disk) were restored; ``replayed`` were computed before and had to be computed
+    again; ``new`` lie past the divergence. ``cause`` is why replayed > 0, as far as the worker can know:
+    ``none`` (nothing replayed), ``no_anchor`` (no checkpoint near enough), ``evicted`` (there was one).
+    """
+
+    device: int
+    host: int
+    disk: int
+    replayed: int
+    new: int
+    cause: Literal["none", "no_anchor", "evicted"] = "none"
+
+    @property
+    def resumed(self) -> int:
+        return self.device + self.host + self.disk
+
+    @property
+    def divergence(self) -> int:
+        return self.resumed + self.replayed
+
+
+# ── worker -> client ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The request has pages and a slot; ``reuse`` is the plan. Sent before prefill."""
+
+    id: str
+    reuse: Reuse
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Newly sampled tokens, in order. ``logprobs`` has one entry per token when asked for, else is empty."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a request. ``reuse`` is what happened, ``checkpoints`` the positions kept, times are in seconds."""
+
+    id: str
+    reason: FinishReason
+    reuse: Reuse
+    checkpoints: tuple[int, ...] = ()
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ended with an error; ``limit`` carries the number that was exceeded, if there is one."""
+
+    id: str
+    kind: ErrorKind
+    message: str
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Sent once by a worker when it is ready."""
+
+    path: str
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    recurrent: bool
+    max_sequences: int
+    instruction_set: str
+    dtype: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters and gauges of a worker, by name; shown by ``/v1/stats`` and ``ft ctl``."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+
+Reply = Admitted | Tokens | Done | Failed | ModelInfo | Stats
+
+# ── client -> worker ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Stop a request within one step; what it computed is kept. Answered by ``Done(reason="abort")``."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class GetStats:
+    pass
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    pass
+
+
+Command = Request | Abort | GetStats | Shutdown
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a worker needs, fixed at its start.
+
+    ``dtype``: dtype the weights and attention pages are held in (``auto``: as in the checkpoint). ``kv_bytes``: room
+    for attention pages. ``checkpoint_bytes``: room for recurrent-state checkpoints. ``context_length`` 0: the model's.
+    ``kernels``: ``native`` (C++) or ``reference`` (torch twins). ``instruction_set``: ``auto`` or one of the native
+    library's. ``threads`` 0: one per physical core.
+    """
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["native", "reference"] = "native"
+    instruction_set: str = "auto"
+    threads: int = 0
+    context_length: int = 0
+    kv_bytes: int = 2 << 30
+    checkpoint_bytes: int = 1 << 30
+    max_sequences: int = 8
+    chunk_tokens: int = 512
+    queue: int = 64

@@ -1,0 +1,104 @@
+"""The operations a model file is written in.
+
+Two implementations: ``engine.native.ops.NativeOps`` (C++) and ``engine.layers.reference.ReferenceOps`` (torch twins).
+Configuration chooses one; they are never mixed. Activations are float32, row-major and contiguous, ``[rows, ...]``;
+a row is one token of one sequence. Weights are float32 or bfloat16.
+
+Exactness: the result for a row depends on that row and its own sequence's history only, never on how many rows are in
+the call, on chunking, or on other sequences. Elementwise add and multiply are exact in torch and need no operation
+here; everything that reduces or uses a transcendental function does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: prefill chunks and decode rows of several sequences, flattened to ``rows`` tokens.
+
+    ``tokens`` int64 [rows]; ``positions`` int32 [rows], absolute.
+    ``segments`` int32 [sequences, 4]: first row, rows, position of the first row, state slot.
+    ``page_table`` int32 [sequences, pages]: the physical page of each absolute page of the sequence, -1 beyond.
+    ``snapshots`` int32 [n, 3]: (segment, k, slot): after the segment's first k rows (1 <= k <= rows), copy the
+    recurrent state into ``slot``.
+    ``logit_rows`` int64 [m]: rows whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    page_table: Tensor
+    snapshots: Tensor
+    logit_rows: Tensor
+
+
+class Ops(Protocol):
+    def pack(self, weight: Tensor) -> Any:
+        """Prepare a linear weight [out, in] (float32 or bfloat16) once, at load."""
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """x [rows, in] @ weight.T (+ bias float32 [out]) -> [rows, out]."""
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
+        """Prepare one layer's experts once: gate_up [experts, 2 * inner, hidden] (gate rows first), down
+        [experts, hidden, inner]."""
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """Routed FFN: sum over rank r, in rank order, of weights[:, r] * down(silu(gate(x)) * up(x)).
+
+        x [rows, hidden], ids int32 [rows, k], weights float32 [rows, k] -> [rows, hidden]."""
+
+    def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """Softmax over all experts, then the k largest, in descending order, ties to the lower index; renormalized to
+        sum 1 on request. logits [rows, experts] -> ids int32 [rows, k], weights float32 [rows, k]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """RMSNorm over the last dimension, times (offset + weight). x [..., dim], weight float32 [dim]."""
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * weight * silu(gate), shapes as x [..., dim]."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half of the last dimension: [rows, 2 * inner] -> [rows, inner]."""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [rows, n] * sigmoid(gate), gate [rows, n] or [rows, 1]."""
+
+    def rope_table(self, context: int, rotary: int, theta: float) -> Tensor:
+        """cos and sin of position * theta^(-2i/rotary), computed in double: float32 [context, rotary // 2, 2]."""
+
+    def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> None:
+        """Rotate, in place, the first ``rotary`` dimensions of each head, half-split. x [rows, heads, head_dim]."""
+
+    def conv(self, x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
+        """Causal depthwise convolution then SiLU, token-serial. x [rows, channels], weight float32 [channels, width],
+        state float32 [slots, channels, width - 1] (the last inputs, oldest first), updated in place; snapshots are
+        written. -> [rows, channels]."""
+
+    def gdn_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Gated DeltaNet's log decay -exp(a_log) * softplus(a + dt_bias) and beta sigmoid(b), each [rows, heads]."""
+
+    def gated_delta(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch
+    ) -> Tensor:
+        """Gated delta rule (arXiv 2412.06464), token-serial; q and k are L2-normalised here (eps 1e-6 inside the
+        square root) and q scaled by key_dim ** -0.5. q, k [rows, key_heads, key_dim] (each key head serves
+        value_heads / key_heads consecutive value heads), v [rows, value_heads, value_dim], decay (log) and beta
+        [rows, value_heads], state float32 [slots, value_heads, key_dim, value_dim] updated in place; snapshots are
+        written. -> [rows, value_heads, value_dim]."""
+
+    def attention(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
+        """Causal attention of each row over its sequence's pages (the row's own key included, already written);
+        keys are reduced page by page in absolute order. q [rows, heads, head_dim], pages float32 or bfloat16
+        [pages, 64, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+
+    def write_pages(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
+        """Store k, v [rows, kv_heads, head_dim] at their positions."""
+
+    def copy_state(self, state: Tensor, source: int, target: int) -> None:
+        """state[target] = state[source], a plain copy."""

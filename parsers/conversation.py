@@ -1,0 +1,92 @@
+"""A conversation as the server sees it: turns and blocks, independent of any wire protocol.
+
+Every value here is immutable, so that a conversation can be hashed, compared and shared between requests. Order is
+the client's order: a ``system`` turn in the middle of a conversation stays in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Visible text, from the user, the system or the assistant."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Reasoning text. ``ticket`` is the opaque string we gave the client with it (signature, encrypted_content)."""
+
+    text: str
+    ticket: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call made by the assistant. ``arguments`` is JSON text exactly as received (possibly invalid), or the raw
+    input of a free-form tool (``freeform``)."""
+
+    id: str
+    name: str
+    arguments: str
+    freeform: bool = False
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """What the harness answered to the call with ``call_id``."""
+
+    call_id: str
+    text: str
+    is_error: bool = False
+
+
+Block = Text | Thinking | ToolCall | ToolOutput
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens an assistant turn was sampled as, kept so that history is never re-rendered.
+
+    ``ids``: every sampled token id, end-of-turn token included if it was sampled.
+    ``thinking_end``: how many leading ids belong to the thinking including its closing delimiter; 0 without thinking.
+    ``thinking_rest``: the text of a token that straddles the end of thinking, past the delimiter; usually empty.
+    """
+
+    ids: tuple[int, ...]
+    thinking_end: int = 0
+    thinking_rest: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. ``sampled`` is set by the session layer on assistant turns whose exact tokens are known."""
+
+    role: Role
+    blocks: tuple[Block, ...]
+    sampled: Sampled | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool the assistant may call. ``freeform`` tools take raw text instead of JSON arguments."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    freeform: bool = False
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Everything the model reads, in the order the client sent it."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
