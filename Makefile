@@ -1,0 +1,71 @@
+# make demo   install, then a short chat and one scripted agent session, with its reuse table
+# make test   install, then lint, types, import rules and tests
+# make e2e    the real Claude Code and Codex against a local server
+# Also: lint, deep (tests too long for CI), wheel (build it and look inside), clean.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Installed first where there is no GPU: the plain requirement would bring gigabytes of CUDA libraries.
+# `==2.13.0` also matches the local version 2.13.0+cpu, which pip prefers wherever one of its indexes offers it.
+TORCH_CPU ?= torch==2.13.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard engine/native/*.cpp engine/native/*.h)
+CLIENTS := .e2e
+
+.PHONY: demo test e2e lint deep wheel clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed-demo
+	$(BIN)/ft demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not deep and not e2e"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+e2e: $(VENV)/installed-dev $(CLIENTS)/installed
+	$(BIN)/python -m pytest -m e2e tests/e2e
+
+deep: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m deep --timeout 0
+
+wheel: $(VENV)/torch
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python tests/wheel_contents.py dist/*.whl
+
+clean:
+	rm -rf $(VENV) $(CLIENTS) build dist
+
+$(VENV)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
+	@command -v $(CXX) >/dev/null || { echo "A C++17 compiler is needed (Debian, Ubuntu: apt install g++)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/torch: $(VENV)/python
+	@command -v nvidia-smi >/dev/null || { echo "Installing $(TORCH_CPU) for the CPU"; $(PIP) "$(TORCH_CPU)"; }
+	touch $@
+
+$(VENV)/installed-demo: $(VENV)/torch $(BUILD_INPUTS)
+	@echo "Building and installing"
+	$(PIP) --editable ".[demo]"
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/torch $(BUILD_INPUTS)
+	@echo "Building and installing, with development tools"
+	$(PIP) --editable ".[dev]"
+	touch $@ $(VENV)/installed-demo
+
+$(CLIENTS)/installed: tests/e2e/package.json
+	@command -v npm >/dev/null || { echo "npm is needed to install the clients (Debian, Ubuntu: apt install npm)"; exit 1; }
+	mkdir -p $(CLIENTS)
+	cp tests/e2e/package.json $(CLIENTS)/package.json
+	cd $(CLIENTS) && npm install --no-package-lock --no-audit --no-fund --loglevel error
+	touch $@
