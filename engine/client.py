@@ -1,0 +1,278 @@
+"""The API process's end of the socket to a worker: requests out, one stream of replies back per request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections import deque
+
+from engine.api import (
+    Abort,
+    Admitted,
+    Done,
+    ErrorKind,
+    Failed,
+    GetStats,
+    ModelInfo,
+    Request,
+    Stats,
+    Tokens,
+)
+from engine.messages import MessageError, encode, read_message
+
+
+class EngineError(Exception):
+    """A request could not be served; the fields are those of ``Failed``."""
+
+    def __init__(self, kind: ErrorKind, message: str, limit: int = 0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.limit = limit
+
+
+class WorkerUnavailable(EngineError):
+    """No worker is connected."""
+
+    def __init__(self, message: str = "no worker is running") -> None:
+        super().__init__("worker_lost", message)
+
+
+class QueueFull(EngineError):
+    """As many requests are open as the worker may hold."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__("overloaded", f"{limit} requests are open already", limit)
+
+
+class _Inbox:
+    """What arrived for one request. The client holds it, so that replies to an abandoned stream have a place to go."""
+
+    def __init__(self) -> None:
+        self.items: deque[Tokens | Done | Failed] = deque()
+        self.arrived = asyncio.Event()
+        self.decided = asyncio.Event()
+        self.admission: Admitted | None = None
+        self.failure: Failed | None = None
+        self.ended = False
+        self.aborted = False
+        self.abandoned = False
+
+    def put(self, reply: Admitted | Tokens | Done | Failed) -> None:
+        match reply:
+            case Admitted():
+                self.admission = reply
+                self.decided.set()
+                return
+            case Failed():
+                self.failure = reply
+        if not isinstance(reply, Tokens):
+            self.ended = True
+            self.decided.set()
+        if not self.abandoned:
+            self.items.append(reply)
+        self.arrived.set()
+
+
+class EngineStream:
+    """One request's replies. A stream that nobody holds any more aborts its request."""
+
+    def __init__(self, client: EngineClient, request_id: str, inbox: _Inbox) -> None:
+        self.id = request_id
+        self._client = client
+        self._inbox = inbox
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _abandon, loop, client, request_id).atexit = False
+
+    async def admitted(self, timeout: float) -> Admitted | None:
+        """The reuse plan, or None when it is not known within ``timeout`` seconds or the request was aborted first.
+        Raises EngineError when the request failed before it was admitted. May be called again."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._inbox.decided.wait(), timeout)
+        failure = self._inbox.failure
+        if self._inbox.admission is None and failure is not None:
+            raise EngineError(failure.kind, failure.message, failure.limit)
+        return self._inbox.admission
+
+    def __aiter__(self) -> EngineStream:
+        return self
+
+    async def __anext__(self) -> Tokens | Done | Failed:
+        inbox = self._inbox
+        while not inbox.items:
+            if inbox.ended:
+                raise StopAsyncIteration
+            inbox.arrived.clear()
+            await inbox.arrived.wait()
+        return inbox.items.popleft()
+
+    async def abort(self) -> None:
+        """Ask for the end; the stream then ends with ``Done(reason="abort")``. Without effect on an ended stream."""
+        self._client.abort(self.id)
+
+
+def _abandon(loop: asyncio.AbstractEventLoop, client: EngineClient, request_id: str) -> None:
+    """The garbage collector may run in any thread, and after the loop has gone."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(client.abandon, request_id)
+
+
+class EngineClient:
+    """One connection at a time to one worker after the other. Everything happens on one event loop.
+
+    ``max_open``: requests that may be open at once (running and queued), aborted ones included until they have ended.
+    """
+
+    def __init__(self, max_open: int = 72) -> None:
+        self.lost = 0
+        """Workers lost so far."""
+        self._max_open = max_open
+        self._info: ModelInfo | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
+        self._open: dict[str, _Inbox] = {}
+        self._stats: deque[asyncio.Future[Stats]] = deque()
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What the connected worker serves; None while there is none."""
+        return self._info
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    async def connect(self, path: str) -> ModelInfo:
+        """Connects to the worker that listens on the unix socket ``path``. Raises WorkerUnavailable."""
+        if self._writer is not None:
+            raise ValueError("a worker is connected already")
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+        except OSError as error:
+            raise WorkerUnavailable(f"no worker listens on {path}: {error}") from error
+        try:
+            info = await read_message(reader)
+        except (EOFError, OSError, MessageError) as error:
+            writer.close()
+            raise WorkerUnavailable(f"the worker on {path} did not introduce itself: {error}") from error
+        if not isinstance(info, ModelInfo):
+            writer.close()
+            raise WorkerUnavailable(f"the worker on {path} did not introduce itself")
+        self._info, self._writer = info, writer
+        self._receiver = asyncio.create_task(self._receive(reader), name="engine replies")
+        self._connected.set()
+        return info
+
+    async def ready(self, timeout: float) -> ModelInfo:
+        """Waits at most ``timeout`` seconds for a worker. Raises WorkerUnavailable."""
+        try:
+            await asyncio.wait_for(self._connected.wait(), timeout)
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"no worker came up within {timeout:g} s") from error
+        if self._info is None:
+            raise WorkerUnavailable
+        return self._info
+
+    async def disconnected(self) -> None:
+        """Returns when no worker is connected (any more)."""
+        if self._receiver is not None:
+            await asyncio.wait([self._receiver])
+
+    def submit(self, request: Request) -> EngineStream:
+        """Sends a request. Raises WorkerUnavailable, QueueFull, or EngineError("invalid") for one that has no wire
+        form. Never blocks: what the socket does not take at once is buffered, at most ``max_open`` requests."""
+        if self._writer is None:
+            raise WorkerUnavailable
+        if len(self._open) >= self._max_open:
+            raise QueueFull(self._max_open)
+        if request.id in self._open:
+            raise EngineError("invalid", f"request {request.id} is open already")
+        try:
+            frame = encode(request)
+        except MessageError as error:
+            raise EngineError("invalid", str(error)) from error
+        self._writer.write(frame)
+        inbox = self._open[request.id] = _Inbox()
+        return EngineStream(self, request.id, inbox)
+
+    def abort(self, request_id: str) -> None:
+        """Asks the worker to end a request; without effect when it has ended."""
+        inbox = self._open.get(request_id)
+        if inbox is not None and self._writer is not None and not inbox.aborted:
+            inbox.aborted = True
+            self._writer.write(encode(Abort(request_id)))
+
+    def abandon(self, request_id: str) -> None:
+        """Ends a request whose replies nobody will read."""
+        inbox = self._open.get(request_id)
+        if inbox is not None:
+            inbox.abandoned = True
+            inbox.items.clear()
+            self.abort(request_id)
+
+    async def stats(self) -> Stats:
+        """The worker's counters. Raises WorkerUnavailable. The worker answers between two steps."""
+        if self._writer is None:
+            raise WorkerUnavailable
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats.append(answer)
+        self._writer.write(encode(GetStats()))
+        return await answer
+
+    async def close(self) -> None:
+        """Leaves the worker (which aborts our requests) and fails every open stream."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.cancel()
+            await asyncio.wait([receiver])
+        self._disconnect("the server is shutting down")
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        reason = "the worker died; it is being restarted"
+        try:
+            while True:
+                reply = await read_message(reader)
+                if not self._dispatch(reply):
+                    raise MessageError(f"unexpected {type(reply).__name__}")
+        except (EOFError, OSError):
+            pass
+        except MessageError as error:
+            reason = f"the worker sent nonsense ({error}); the connection was closed"
+        self.lost += 1
+        self._receiver = None
+        self._disconnect(reason)
+
+    def _dispatch(self, reply: object) -> bool:
+        """False when this message has no business here."""
+        match reply:
+            case Admitted() | Tokens() | Done() | Failed():
+                inbox = self._open.get(reply.id)
+                if inbox is None:
+                    return False
+                inbox.put(reply)
+                if inbox.ended:
+                    del self._open[reply.id]
+            case Stats() if self._stats:
+                answer = self._stats.popleft()
+                if not answer.done():
+                    answer.set_result(reply)
+            case _:
+                return False
+        return True
+
+    def _disconnect(self, reason: str) -> None:
+        self._connected.clear()
+        self._info = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        streams, self._open = self._open, {}
+        for request_id, inbox in streams.items():
+            inbox.put(Failed(request_id, "worker_lost", reason))
+        answers, self._stats = self._stats, deque()
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(WorkerUnavailable(reason))

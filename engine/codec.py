@@ -1,0 +1,181 @@
+"""Frozen dataclasses to JSON and back, strictly, from their annotations alone.
+
+Every ``tuple[int, ...]`` (token ids, positions) goes to a binary side channel as u32 little-endian and leaves only its
+length in the JSON, so that a prompt of 100k tokens never becomes text. Both directions check every value: a message
+that was encoded can be decoded, and a decoded one has exactly its annotated types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_I64 = 1 << 63
+
+
+class CodecError(ValueError):
+    """A value does not have the shape its annotation says."""
+
+
+class IdReader:
+    """Takes runs of u32 off a payload, in the order they were written."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+        self._offset = 0
+
+    def take(self, count: int) -> tuple[int, ...]:
+        size = 4 * count
+        if count < 0 or self._offset + size > len(self._payload):
+            raise CodecError(f"the payload ends before {count} ids at byte {self._offset}")
+        ids = struct.unpack_from(f"<{count}I", self._payload, self._offset)
+        self._offset += size
+        return ids
+
+    def finish(self) -> None:
+        if self._offset != len(self._payload):
+            raise CodecError(f"{len(self._payload) - self._offset} bytes of payload belong to nothing")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """``pack`` turns a value into JSON and appends its ids to the payload; ``unpack`` is its inverse.
+    Both raise CodecError."""
+
+    pack: Callable[[Any, bytearray], Any]
+    unpack: Callable[[Any, IdReader], Any]
+
+
+def compile_codec(annotation: Any) -> Codec:
+    """The codec of a type: str, int, float, bool, Literal, X | None, tuples, dict[str, X] and dataclasses of these."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return _record(annotation)
+    if origin is Literal:
+        return _scalar(lambda value: isinstance(value, str) and value in args, annotation)
+    if origin in (Union, types.UnionType) and len(args) == 2 and args[1] is type(None):
+        return _optional(compile_codec(args[0]))
+    if origin is tuple and args == (int, Ellipsis):
+        return _ids()
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _sequence(compile_codec(args[0]))
+    if origin is tuple:
+        return _fixed([compile_codec(arg) for arg in args])
+    if origin is dict and args[0] is str:
+        return _mapping(compile_codec(args[1]))
+    if annotation is float:
+        return _float()
+    if annotation is int:
+        return _scalar(lambda value: type(value) is int and -_I64 <= value < _I64, annotation)
+    if annotation in (str, bool):
+        return _scalar(lambda value: type(value) is annotation, annotation)
+    raise TypeError(f"no wire form for {annotation!r}")
+
+
+def _scalar(accepts: Callable[[Any], bool], annotation: Any) -> Codec:
+    def check(value: Any, _: object) -> Any:
+        if not accepts(value):
+            raise CodecError(f"{value!r:.80} is not {annotation}")
+        return value
+
+    return Codec(check, check)
+
+
+def _float() -> Codec:
+    def check(value: Any, _: object) -> float:
+        if type(value) not in (int, float):
+            raise CodecError(f"{value!r:.80} is not a number")
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise CodecError("a number is out of range") from error
+
+    return Codec(check, check)
+
+
+def _ids() -> Codec:
+    def pack(value: Any, payload: bytearray) -> int:
+        if not isinstance(value, tuple):
+            raise CodecError("ids are not a tuple")
+        try:
+            payload += struct.pack(f"<{len(value)}I", *value)
+        except struct.error as error:
+            raise CodecError(f"ids are not u32: {error}") from error
+        return len(value)
+
+    def unpack(value: Any, ids: IdReader) -> tuple[int, ...]:
+        if type(value) is not int:
+            raise CodecError("the count of ids is not an integer")
+        return ids.take(value)
+
+    return Codec(pack, unpack)
+
+
+def _optional(inner: Codec) -> Codec:
+    return Codec(
+        lambda value, payload: None if value is None else inner.pack(value, payload),
+        lambda value, ids: None if value is None else inner.unpack(value, ids),
+    )
+
+
+def _sequence(inner: Codec) -> Codec:
+    def pack(value: Any, payload: bytearray) -> list[Any]:
+        return [inner.pack(item, payload) for item in _expect(value, tuple)]
+
+    def unpack(value: Any, ids: IdReader) -> tuple[Any, ...]:
+        return tuple(inner.unpack(item, ids) for item in _expect(value, list))
+
+    return Codec(pack, unpack)
+
+
+def _fixed(parts: list[Codec]) -> Codec:
+    def sized(value: Any, kind: type) -> Any:
+        if len(_expect(value, kind)) != len(parts):
+            raise CodecError(f"{len(value)} items where {len(parts)} belong")
+        return value
+
+    def pack(value: Any, payload: bytearray) -> list[Any]:
+        return [part.pack(item, payload) for part, item in zip(parts, sized(value, tuple), strict=True)]
+
+    def unpack(value: Any, ids: IdReader) -> tuple[Any, ...]:
+        return tuple(part.unpack(item, ids) for part, item in zip(parts, sized(value, list), strict=True))
+
+    return Codec(pack, unpack)
+
+
+def _mapping(inner: Codec) -> Codec:
+    def pack(value: Any, payload: bytearray) -> dict[str, Any]:
+        return {_expect(key, str): inner.pack(item, payload) for key, item in _expect(value, dict).items()}
+
+    def unpack(value: Any, ids: IdReader) -> dict[str, Any]:
+        return {key: inner.unpack(item, ids) for key, item in _expect(value, dict).items()}
+
+    return Codec(pack, unpack)
+
+
+def _record(cls: type) -> Codec:
+    hints = get_type_hints(cls)
+    parts = {field.name: compile_codec(hints[field.name]) for field in dataclasses.fields(cls)}
+
+    def pack(value: Any, payload: bytearray) -> dict[str, Any]:
+        if type(value) is not cls:
+            raise CodecError(f"{type(value).__name__} where {cls.__name__} belongs")
+        return {name: part.pack(value.__dict__[name], payload) for name, part in parts.items()}
+
+    def unpack(value: Any, ids: IdReader) -> Any:
+        body = _expect(value, dict)
+        if body.keys() != parts.keys():
+            raise CodecError(f"{cls.__name__} with wrong fields: {sorted(body.keys() ^ parts.keys())!r:.200}")
+        return cls(**{name: part.unpack(body[name], ids) for name, part in parts.items()})
+
+    return Codec(pack, unpack)
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise CodecError(f"{type(value).__name__} where {kind.__name__} belongs")
+    return value
