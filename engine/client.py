@@ -89,7 +89,8 @@ class EngineStream:
         """The reuse plan, or None when it is not known within ``timeout`` seconds or the request was aborted first.
         Raises EngineError when the request failed before it was admitted. May be called again."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._inbox.decided.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._inbox.decided.wait()
         failure = self._inbox.failure
         if self._inbox.admission is None and failure is not None:
             raise EngineError(failure.kind, failure.message, failure.limit)
@@ -169,7 +170,8 @@ class EngineClient:
     async def ready(self, timeout: float) -> ModelInfo:
         """Waits at most ``timeout`` seconds for a worker. Raises WorkerUnavailable."""
         try:
-            await asyncio.wait_for(self._connected.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._connected.wait()
         except TimeoutError as error:
             raise WorkerUnavailable(f"no worker came up within {timeout:g} s") from error
         if self._info is None:

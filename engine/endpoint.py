@@ -16,6 +16,9 @@ from queue import SimpleQueue
 from engine.api import Abort, Command, GetStats, ModelInfo, Reply, Request, Shutdown
 from engine.messages import MessageError, encode, read_message
 
+NOBODY = 0
+"""No connection has this number; what is sent to it is dropped."""
+
 _FLUSH_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine socket", daemon=True)
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._connection = 0
+        self._connection = NOBODY
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         umask = os.umask(0o177)

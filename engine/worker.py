@@ -20,7 +20,7 @@ from queue import Empty
 from typing import Protocol
 
 from engine.api import Abort, Done, EngineConfig, Failed, GetStats, ModelInfo, Reply, Request, Shutdown, Stats
-from engine.endpoint import Endpoint, Gone, Incoming
+from engine.endpoint import NOBODY, Endpoint, Gone, Incoming
 from engine.messages import LoadFailed, Loading, MessageError, Ready, Status, config_from_json, status_line
 
 EXIT_UNSERVABLE = 3
@@ -77,12 +77,12 @@ class Worker:
         self._scheduler = scheduler
         self._endpoint = endpoint
         self._owners: dict[str, int] = {}
-        """Open requests whose connection is still there."""
+        """The connection of each open request; ``NOBODY`` when it has ended."""
         self._stopping = False
 
     def stop(self) -> None:
         """Ends ``run`` after the current step. May be called from any thread and from a signal handler."""
-        self._endpoint.inbox.put(Incoming(0, Shutdown()))
+        self._endpoint.inbox.put(Incoming(NOBODY, Shutdown()))
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
@@ -114,7 +114,7 @@ class Worker:
         match event:
             case Gone(connection):
                 for request_id in [key for key, owner in self._owners.items() if owner == connection]:
-                    del self._owners[request_id]
+                    self._owners[request_id] = NOBODY
                     self._scheduler.abort(request_id)
             case Incoming(connection, Request() as request):
                 if request.id in self._owners:
