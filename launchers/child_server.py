@@ -1,0 +1,91 @@
+"""A server of our own as a child process, for as long as a demonstration or a test needs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import httpx
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 15.0
+
+
+class ChildServerError(RuntimeError):
+    """The server ended or did not become ready; the message holds the end of its log."""
+
+
+class ChildServer:
+    """``ft serve`` with ``arguments`` on a free loopback port, ready when the ``with`` block begins.
+
+    ``directory`` gets its log and its ready file. ``ready_seconds`` covers building the embedded model on first use.
+    """
+
+    def __init__(self, arguments: Sequence[str], directory: Path, ready_seconds: float = 600.0) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.log = directory / "server.log"
+        self._ready = directory / "server.json"
+        self._ready_seconds = ready_seconds
+        self._command = [
+            *(sys.executable, "-P", "-m", "launchers.cli", "serve"),
+            *("--port", "0", "--ready-file", str(self._ready), *arguments),
+        ]
+
+    def __enter__(self) -> Self:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            self._wait()
+        except BaseException:
+            self._stop()
+            raise
+        self.url = str(self._state()["url"])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    @property
+    def worker_pid(self) -> int:
+        """The process id of the worker that was ready last."""
+        return int(self._state()["worker_pid"])
+
+    def get(self, path: str) -> Any:
+        """The JSON that ``GET path`` answers. Raises httpx.HTTPError."""
+        response = httpx.get(self.url + path, timeout=10.0, trust_env=False)
+        response.raise_for_status()
+        return response.json()
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(self._ready.read_text(encoding="utf-8"))
+        return state
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._ready_seconds
+        while not self._ready.exists():
+            code = self._process.poll()
+            if code is not None:
+                self._fail(f"ended with exit code {code}")
+            if time.monotonic() > deadline:
+                self._fail(f"is not ready after {self._ready_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+    def _fail(self, what: str) -> NoReturn:
+        end = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        raise ChildServerError("\n".join([f"the server {what}; the end of its log:", *end]))
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

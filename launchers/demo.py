@@ -1,0 +1,15 @@
+"""``ft demo``: a short chat with the embedded model, then a scripted agent session and what its requests reused."""
+
+from __future__ import annotations
+
+import sys
+
+
+def demo() -> int:
+    """Run it all. 1 when something failed, or when more than a tenth of the work was done twice."""
+    try:
+        from launchers import demo_session
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed; get it with: pip install 'ft-server[demo]'", file=sys.stderr)
+        return 1
+    return demo_session.run()

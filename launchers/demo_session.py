@@ -1,0 +1,155 @@
+"""What ``ft demo`` runs: the chat, the session, and the table."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from launchers.child_server import ChildServer, ChildServerError
+from launchers.demo_agents import SDK_ERRORS, MessagesAgent, OpenAIAgent, Record, Row, chat
+from launchers.demo_project import Workspace, WorkspaceError
+
+SCRIPT = Path(__file__).with_name("demo_script.jsonl")
+QUESTIONS = ("What is the capital of France?", "Tell me in one sentence why the sea is salty.")
+MAX_AMPLIFICATION = 1.10
+
+
+class DemoError(RuntimeError):
+    """The server did not do what it should have done."""
+
+
+def run() -> int:
+    """The whole demonstration, with its exit code."""
+    console = Console(highlight=False)
+    try:
+        with TemporaryDirectory(prefix="ft-demo-") as scratch:
+            free_chat(console, Path(scratch))
+            rows, seconds = agent_session(console, Path(scratch))
+    except (DemoError, WorkspaceError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError, *SDK_ERRORS) as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return 1
+    console.print(table(rows))
+    return verdict(console, rows, seconds)
+
+
+def free_chat(console: Console, scratch: Path) -> None:
+    console.print("A chat with the embedded model, which is built on first use.", style="bold")
+    with ChildServer((), scratch / "chat") as server:
+        for question in QUESTIONS:
+            console.print(f"\n> {question}")
+            chat(server.url, question, lambda text: console.out(text, end="", highlight=False))
+            console.print()
+
+
+def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
+    """The rows of the table, and the seconds from the worker's death to the error that its client saw."""
+    console.print("\nAn agent session: real requests and tools; what the model says is scripted.", style="bold")
+    model, project = scratch / "model", scratch / "project"
+    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(model), "--tokenizer", "qwen"]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    project.mkdir()
+    rows: list[Row] = []
+    arguments = ("--model", str(model), "--script", str(SCRIPT))
+    with console.status("starting") as status, ChildServer(arguments, scratch / "session") as server:
+
+        def record(row: Row) -> None:
+            rows.append(row)
+            status.update(row.name)
+
+        workspace = Workspace(project)
+        seconds = requests(server, workspace, record)
+        workspace.check()
+        check_counters(server)
+    return rows, seconds
+
+
+def requests(server: ChildServer, workspace: Workspace, record: Record) -> float:
+    """Everything a harness does to a conversation, in one session."""
+    agent = MessagesAgent(server.url, workspace, record)
+    agent.user("test_stats.py fails. Find out why and fix it.")
+    agent.step("Messages: first request")
+    agent.step("Messages: tool output")
+    agent.drop_thinking()
+    agent.step("Messages: tool output, client stripped thinking")
+    agent.step("Messages: tool output")
+    agent.step("Messages: tool output")
+    agent.title("Messages: title, on the side")
+    agent.user("Add a median.")
+    agent.step("Messages: next user turn")
+    agent.step("Messages: tool output")
+    agent.clear_outputs(keep=1)
+    agent.user("Which files did you change?")
+    agent.step("Messages: client cleared old tool outputs")
+
+    other = OpenAIAgent(server.url, workspace, record)
+    other.responses("Review stats.py.", ["Responses: first request", "Responses: tool output"])
+    other.chat("How long is stats.py?", ["Chat: first request", "Chat: tool output"])
+
+    agent.user("Write a report.")
+    seconds = kill_during(server, agent)
+    agent.step("Messages: the same again")
+    agent.user("Thank you.")
+    agent.step("Messages: next user turn")
+    return seconds
+
+
+def kill_during(server: ChildServer, agent: MessagesAgent) -> float:
+    """Kill the worker when a request's answer begins; the seconds until its stream said so."""
+    killed = 0.0
+
+    def kill() -> None:
+        nonlocal killed
+        if not killed:
+            killed = time.monotonic()
+            os.kill(server.worker_pid, signal.SIGKILL)
+
+    try:
+        agent.step("Messages: worker killed in mid-answer", kill)
+    except SDK_ERRORS:
+        return time.monotonic() - killed
+    raise DemoError("the worker was killed, but the stream ended as if nothing had happened")
+
+
+def check_counters(server: ChildServer) -> None:
+    """Counters that must be 0 whatever happens."""
+    stats = server.get("/v1/stats")
+    for name in ("script_misses", "misses_without_cause"):
+        if value := stats[name]:
+            raise DemoError(f"{name} is {value} and must be 0")
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table(title="What each request had to compute, in tokens", title_justify="left")
+    shown.add_column("request")
+    for name in ("prompt", "resumed", "replayed", "new"):
+        shown.add_column(name, justify="right")
+    shown.add_column("cause")
+    shown.add_column("TTFT", justify="right")
+    for row in rows:
+        numbers = (f"{n:,}" for n in (row.prompt, row.resumed, row.replayed, row.new))
+        shown.add_row(row.name, *numbers, row.cause, f"{row.ttft * 1000:,.0f} ms")
+    return shown
+
+
+def verdict(console: Console, rows: list[Row], seconds: float) -> int:
+    """Amplification, and whether it is small enough."""
+    counted = [row for row in rows if row.counted]
+    new = sum(row.new for row in counted)
+    computed = new + sum(row.replayed for row in counted)
+    amplification = computed / new
+    console.print(
+        f"{sum(row.prompt for row in counted):,} prompt tokens, {computed:,} computed, {new:,} of them new: "
+        f"amplification {amplification:.3f} (at most {MAX_AMPLIFICATION:.2f}).\n"
+        f"The stream of the killed worker ended with an error after {seconds:.2f} s; computing its lost state again "
+        "(worker_restart) is not counted."
+    )
+    return 0 if amplification <= MAX_AMPLIFICATION else 1
