@@ -157,11 +157,12 @@ def main(argv: Sequence[str] | None = None, make_scheduler: MakeScheduler = load
     parser.add_argument("--config", required=True, metavar="JSON", help="engine.api.EngineConfig")
     arguments = parser.parse_args(argv)
     parent = _Lifeline()
+    report = _reporter()
     try:
         config = config_from_json(arguments.config)
-        scheduler = make_scheduler(config, lambda what, done, total: _report(Loading(what, done, total)))
+        scheduler = make_scheduler(config, lambda what, done, total: report(Loading(what, done, total)))
     except (MessageError, Unservable) as error:
-        _report(LoadFailed(" ".join(str(error).split())))
+        report(LoadFailed(" ".join(str(error).split())))
         return EXIT_UNSERVABLE
     arguments.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     endpoint = Endpoint(arguments.socket, scheduler.info)
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None, make_scheduler: MakeScheduler = load
     signal.signal(signal.SIGINT, lambda *_: worker.stop())
     parent.on_loss(worker.stop)
     endpoint.start()
-    _report(Ready())
+    report(Ready())
     try:
         return worker.run()
     finally:
@@ -199,8 +200,11 @@ class _Lifeline:
         os._exit(EXIT_ORPHAN)
 
 
-def _report(status: Status) -> None:
-    print(status_line(status), flush=True)
+def _reporter() -> Callable[[Status], None]:
+    """Keeps stdout for reports alone: what libraries print goes to stderr from now on."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return lambda status: print(status_line(status), file=stream, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""What ``ft serve`` shows to a human, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.api import ModelInfo
+
+Show = Callable[[str, int, int], None]
+"""(what, done, total)"""
+
+
+class Display:
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(f"ft serve: {text}", markup=False)
+
+    def ready(self, url: str, model: str, info: ModelInfo) -> None:
+        details = f"{info.architecture}, {info.dtype}, {info.context_length:,} tokens of context"
+        self.note(f"ready on {url} with {model} ({details})")
+        elsewhere = "" if url.endswith(":8000") else f" --url {url}"
+        self.note(f"now run `ft launch claude{elsewhere}` in your project; Ctrl-C ends the server")
+
+    @contextmanager
+    def loading(self) -> Iterator[Show]:
+        """One bar, which says what is being loaded; without a terminal, one line for each thing."""
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
+            bar = progress.add_task("starting")
+            shown = ""
+
+            def show(what: str, done: int, total: int) -> None:
+                nonlocal shown
+                progress.update(bar, description=f"loading: {what}", completed=done, total=max(total, 1))
+                if what != shown and not self._console.is_terminal:
+                    self.note(f"loading: {what}")
+                shown = what
+
+            yield show

@@ -1,0 +1,176 @@
+"""What a running server holds outside its own memory: its port, its lock, its folder, its ready file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+EXIT_REFUSED = 2
+"""Something in the request to serve is wrong; the same command will fail again."""
+EXIT_GAVE_UP = 1
+"""The server could not go on."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes in the path of a unix socket on Linux."""
+
+
+class ServeError(Exception):
+    """Why there is no server, in one line that also says what to do."""
+
+    def __init__(self, message: str, code: int = EXIT_REFUSED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A bound port that is ours. ``folder`` (0700) is for this server alone."""
+
+    listener: socket.socket
+    folder: Path
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where programs of this machine reach the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def worker_socket(self) -> Path:
+        return self.folder / "worker.sock"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def runtime_root() -> Path:
+    """ft's folder in the user's runtime directory (the XDG rule), else a private one beside other temporary files."""
+    configured = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    return configured / "ft" if configured.is_absolute() else Path(tempfile.gettempdir()) / f"ft-{os.getuid()}"
+
+
+@contextmanager
+def claim_port(host: str, port: int, root: Path) -> Iterator[Claim]:
+    """Holds ``host:port`` (bound, not listening: until the model is loaded clients are refused at once) and the lock
+    that says so to other servers. Raises ServeError."""
+    listener = _bind(host, port, root)
+    with listener:
+        port = int(listener.getsockname()[1])
+        folder = _private(_private(root) / str(port))
+        claim = Claim(listener, folder, host, port)
+        if len(os.fsencode(claim.worker_socket)) > MAX_SOCKET_PATH:
+            raise ServeError(f"{root} is too long a path for a socket: name a shorter --runtime-dir")
+        lock = _lock(folder, port)
+        try:
+            yield claim
+        finally:
+            claim.worker_socket.unlink(missing_ok=True)
+            _lock_path(folder).unlink(missing_ok=True)
+            os.close(lock)
+
+
+def in_use(host: str, port: int) -> ServeError:
+    return ServeError(
+        f"port {port} of {host} is in use by another program: stop it, or choose another port with --port "
+        "(--port 0 takes a free one)"
+    )
+
+
+def write_ready_file(path: Path, url: str, worker_pid: int) -> None:
+    """Atomically: whoever sees the file sees all of it. Raises ServeError."""
+    text = json.dumps({"url": url, "pid": os.getpid(), "worker_pid": worker_pid}) + "\n"
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ServeError(f"cannot write {path} ({error.strerror}): name another --ready-file") from error
+
+
+def _bind(host: str, port: int, root: Path) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ServeError(f"{host} is no address of this machine ({error.strerror}): name another --host") from error
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            holder = _holder(root / str(port))
+            raise (_second_server(port, holder) if holder else in_use(host, port)) from error
+        if error.errno == errno.EACCES:
+            raise ServeError(f"port {port} needs more rights than we have: choose one above 1023") from error
+        raise ServeError(f"cannot listen on {host}:{port} ({error.strerror}): name another --host") from error
+    return listener
+
+
+def _private(folder: Path) -> Path:
+    """Makes a folder that only we can enter; one that others made or may enter is refused."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True, parents=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ServeError(f"cannot use {folder} ({error.strerror}): name another --runtime-dir") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ServeError(f"{folder} is not ours alone: chmod 700 it, remove it, or name another --runtime-dir")
+    return folder
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder / "lock"
+
+
+def _lock(folder: Path, port: int) -> int:
+    """The descriptor that holds the lock. Its file is removed on release, so the one we locked may be gone already."""
+    path = _lock_path(folder)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise _second_server(port, _holder(folder)) from error
+        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(folder: Path) -> str:
+    """The process id of the server that holds this folder's lock; "" when there is none."""
+    try:
+        with _lock_path(folder).open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read() or "?"
+    except OSError:
+        pass
+    return ""
+
+
+def _second_server(port: int, holder: str) -> ServeError:
+    return ServeError(
+        f"another ft serve (process {holder or '?'}) has port {port}: use it, stop it with `kill {holder or 'PID'}`, "
+        "or choose another port with --port"
+    )

@@ -1,0 +1,206 @@
+"""``ft serve``: one API process (this one) and one worker process, from the first check to the last clean-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from parsers.load import Family, FamilyError, load_family
+from pydantic import ValidationError
+from server.app import create_app
+from sessions.tracker import Sessions
+
+from engine.api import ModelInfo
+from engine.client import EngineClient
+from launchers.display import Display
+from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
+from launchers.settings import ServeSettings
+from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
+from server.script import Script, ScriptError
+from server.settings import LOOPBACK_HOSTS, ServerSettings
+from server.state import ServerState
+
+BACKLOG = 1024
+DRAIN_SECONDS = 5
+"""How long ended streams get to reach their clients."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def serve(settings: ServeSettings, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """Serves until SIGINT or SIGTERM; returns the exit code: 0, 2 when the settings cannot be served, 1 when the
+    worker keeps dying. Problems are told in one line on stderr."""
+    display = Display()
+    try:
+        asyncio.run(_until_stopped(settings, worker_command, display))
+    except ServeError as error:
+        display.note(f"error: {error}")
+        return error.code
+    return 0
+
+
+async def _until_stopped(settings: ServeSettings, worker_command: Sequence[str], display: Display) -> None:
+    """The first signal ends everything in order. The second ends it at once: the worker follows its closed stdin."""
+    running = asyncio.create_task(_run(settings, worker_command, display))
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if stopping:
+            os._exit(128 + signal.SIGINT)
+        stopping = True
+        display.note("stopping")
+        running.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.result()
+
+
+async def _run(settings: ServeSettings, worker_command: Sequence[str], display: Display) -> None:
+    if not is_loopback(settings.host) and not settings.api_keys:
+        raise ServeError(
+            f"{settings.host} can be reached from other machines: set an API key with --api-key-file, "
+            "or serve this machine alone with --host 127.0.0.1"
+        )
+    script = _load_script(settings.script)
+    with claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root()) as claim:
+        model = settings.model if settings.model is not None else await build_embedded(settings.cache)
+        family = _load_family(model, settings.family)
+        client = EngineClient(max_open=settings.max_sequences + settings.queue)
+        state = ServerState(
+            engine=client,
+            family=family,
+            sessions=Sessions(family, max_sessions=settings.max_sessions),
+            settings=_server_settings(settings, model),
+            script=script,
+        )
+        api = _Api(uvicorn.Config(
+            create_app(state),
+            log_level="warning",
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        ))  # fmt: skip
+        await _supervise(settings, worker_command, display, claim, model, client, api)
+
+
+async def _supervise(
+    settings: ServeSettings,
+    worker_command: Sequence[str],
+    display: Display,
+    claim: Claim,
+    model: Path,
+    client: EngineClient,
+    api: _Api,
+) -> None:
+    """Loads the model, then answers requests, until one of the two is cancelled or fails."""
+    first: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+    worker_pid = 0
+
+    def announce() -> None:
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, claim.url, worker_pid)
+
+    def started(info: ModelInfo, pid: int) -> None:
+        nonlocal worker_pid
+        worker_pid = pid
+        if api.started:
+            announce()
+            display.note("a new worker is ready")
+        elif not first.done():
+            first.set_result(info)
+
+    supervisor = Supervisor(worker_command, settings.engine(model), claim.worker_socket, client, display, started)
+    supervising = asyncio.create_task(supervisor.run(), name="supervisor")
+    serving: asyncio.Task[None] | None = None
+    try:
+        await _first_of(supervising, first)
+        try:
+            claim.listener.listen(BACKLOG)
+        except OSError as error:
+            raise in_use(claim.host, claim.port) from error
+        serving = asyncio.create_task(api.serve(sockets=[claim.listener]), name="api")
+        await _first_of(supervising, serving, asyncio.ensure_future(api.up.wait()))
+        announce()
+        display.ready(claim.url, settings.model_name, first.result())
+        await _first_of(supervising, serving)
+    finally:
+        api.should_exit = True
+        supervising.cancel()
+        await client.close()
+        await asyncio.wait({supervising} if serving is None else {supervising, serving})
+        if settings.ready_file is not None:
+            settings.ready_file.unlink(missing_ok=True)
+
+
+async def _first_of(*awaited: asyncio.Future[Any]) -> None:
+    """Waits for the first to end; raises what it raised."""
+    done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+    for future in done:
+        future.result()
+
+
+class _Api(uvicorn.Server):
+    """uvicorn that leaves signals to the supervisor and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+def _load_script(path: Path | None) -> Script | None:
+    if path is None:
+        return None
+    try:
+        return Script.load(path)
+    except (ScriptError, OSError) as error:
+        raise ServeError(f"the script {path} cannot be used: {error}") from error
+
+
+def _load_family(model: Path, name: str | None) -> Family:
+    if not model.is_dir():
+        raise ServeError(f"{model} is not a folder: --model names a folder with config.json and safetensors files")
+    try:
+        return load_family(model, name)
+    except FamilyError as error:
+        raise ServeError(str(error)) from error
+
+
+def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
+    """Sampling defaults come from the checkpoint, where it has any."""
+    path = model / "generation_config.json"
+    try:
+        defaults = json.loads(path.read_bytes()) if path.is_file() else {}
+        return ServerSettings(
+            model_name=settings.model_name,
+            max_output_tokens=settings.max_output_tokens,
+            keepalive_seconds=settings.keepalive_seconds,
+            api_keys=settings.api_keys,
+            allowed_hosts=LOOPBACK_HOSTS if is_loopback(settings.host) else (),
+            **{name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None},
+        )
+    except (OSError, ValueError, AttributeError, ValidationError) as error:
+        raise ServeError(f"{path} is damaged ({' '.join(str(error).split())}): get it again, or remove it") from error

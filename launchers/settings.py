@@ -1,0 +1,61 @@
+"""What ``ft serve`` was asked for: one frozen value, built once from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.api import EngineConfig
+
+
+class ServeSettings(BaseModel):
+    """``model`` None serves the embedded model, kept under ``cache`` (None: the user's cache folder). ``port`` 0 takes
+    a free one. ``ready_file`` is written once requests are answered: JSON with ``url``, ``pid`` and ``worker_pid``.
+    ``runtime_dir`` holds the socket and the lock of a running server (None: the user's runtime folder).
+    ``max_output_tokens`` 0: whatever the context leaves. The remaining fields are those of ``engine.api.EngineConfig``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path | None = None
+    model_name: str = "local-moe"
+    family: str | None = None
+    script: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: tuple[str, ...] = ()
+    ready_file: Path | None = None
+    cache: Path | None = None
+    runtime_dir: Path | None = None
+    max_output_tokens: int = Field(default=0, ge=0)
+    max_sessions: int = Field(default=1000, gt=0)
+    keepalive_seconds: float = Field(default=15.0, gt=0, le=15.0)
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["native", "reference"] = "native"
+    instruction_set: str = "auto"
+    threads: int = Field(default=0, ge=0)
+    context_length: int = Field(default=0, ge=0)
+    kv_bytes: int = Field(default=2 << 30, gt=0)
+    checkpoint_bytes: int = Field(default=1 << 30, gt=0)
+    max_sequences: int = Field(default=8, gt=0)
+    chunk_tokens: int = Field(default=512, gt=0)
+    queue: int = Field(default=64, ge=0)
+
+    def engine(self, model: Path) -> EngineConfig:
+        """The worker's configuration for the checkpoint in the folder ``model``."""
+        return EngineConfig(
+            model=str(model),
+            dtype=self.dtype,
+            kernels=self.kernels,
+            instruction_set=self.instruction_set,
+            threads=self.threads,
+            context_length=self.context_length,
+            kv_bytes=self.kv_bytes,
+            checkpoint_bytes=self.checkpoint_bytes,
+            max_sequences=self.max_sequences,
+            chunk_tokens=self.chunk_tokens,
+            queue=self.queue,
+        )
