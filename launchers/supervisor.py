@@ -92,7 +92,7 @@ class Supervisor:
 
 def backoff(failures: int) -> float:
     """Seconds to wait after so many failures in a row: none, then 0.5, 1, 2, ... at most 30."""
-    return min(30.0, 0.5 * 2.0 ** (failures - 1)) if failures > 0 else 0.0
+    return min(30.0, 0.5 * 2.0 ** min(failures - 1, 10)) if failures > 0 else 0.0
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ def make_scheduler(config: EngineConfig, progress: Progress) -> FakeScheduler:
     if fault == "hang":
         time.sleep(600)
     if fault == "once":
-        Path(config.model).rename(Path(config.model).with_name("crash"))
+        Path(config.model).unlink()
     progress("weights", 2, 2)
     return FakeScheduler(config)
 

@@ -1,0 +1,141 @@
+"""The supervisor over real worker processes without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.api import Done, EngineConfig, Failed, ModelInfo
+from engine.client import EngineClient
+from launchers import supervisor as supervisor_module
+from launchers.display import Display
+from launchers.runtime import EXIT_GAVE_UP, EXIT_REFUSED, ServeError
+from launchers.supervisor import Supervisor, backoff
+from tests.process.support import ENDLESS, FAKE_WORKER, HANG_SECONDS, asked, child_environment, run_async
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+
+
+class Watched:
+    """A supervisor, its client, and the process ids of the workers that came up."""
+
+    def __init__(self, folder: Path, model: str = "fake") -> None:
+        self.client = EngineClient()
+        self.pids: list[int] = []
+        self.socket = folder / "worker.sock"
+        config = EngineConfig(model=model)
+        self.supervisor = Supervisor(FAKE_WORKER, config, self.socket, self.client, Display(), self._started)
+
+    def _started(self, info: ModelInfo, pid: int) -> None:
+        assert info.incarnation == str(pid)
+        self.pids.append(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_dead_worker_is_replaced(short_dir: Path) -> None:
+    async def scenario() -> None:
+        watched = Watched(short_dir)
+        running = asyncio.create_task(watched.supervisor.run())
+        client = watched.client
+        for round_number in range(2):
+            await client.ready(HANG_SECONDS)
+            assert len(watched.pids) == round_number + 1
+            stream = client.submit(asked(f"r{round_number}", max_tokens=ENDLESS))
+            assert await stream.admitted(HANG_SECONDS)
+            os.kill(watched.pids[-1], signal.SIGKILL)
+            replies = [reply async for reply in stream]
+            assert isinstance(replies[-1], Failed) and replies[-1].kind == "worker_lost"
+            await client.disconnected()
+        await client.ready(HANG_SECONDS)
+        served = [reply async for reply in client.submit(asked("after"))]
+        assert isinstance(served[-1], Done)
+        assert client.lost == 2 and len(set(watched.pids)) == 3
+
+        running.cancel()
+        await asyncio.wait([running])
+        assert not any(map(alive, watched.pids))
+        assert not watched.socket.exists()
+        await client.close()
+
+    run_async(scenario())
+
+
+def test_a_model_that_cannot_be_served_is_tried_once(short_dir: Path) -> None:
+    async def scenario() -> None:
+        watched = Watched(short_dir, "unservable")
+        with pytest.raises(ServeError, match="shard 2 of 3 is missing") as error:
+            await watched.supervisor.run()
+        assert error.value.code == EXIT_REFUSED
+        assert watched.pids == []
+
+    run_async(scenario())
+
+
+def test_a_worker_that_keeps_dying_at_load_is_given_up(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor_module, "backoff", lambda failures: 0.0)
+
+    async def scenario() -> None:
+        watched = Watched(short_dir, "crash")
+        with pytest.raises(ServeError, match="exit code 1 while loading, 3 times in a row; giving up") as error:
+            await watched.supervisor.run()
+        assert error.value.code == EXIT_GAVE_UP
+
+    run_async(scenario())
+    assert capfd.readouterr().err.count("the loader crashed") == 3
+
+
+def test_it_also_gives_up_after_a_good_start(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "backoff", lambda failures: 0.0)
+    (short_dir / "once").touch()
+
+    async def scenario() -> None:
+        watched = Watched(short_dir, str(short_dir / "once"))
+        running = asyncio.create_task(watched.supervisor.run())
+        await watched.client.ready(HANG_SECONDS)
+        os.kill(watched.pids[0], signal.SIGTERM)
+        with pytest.raises(ServeError, match="giving up"):
+            await running
+
+    run_async(scenario())
+
+
+def test_a_load_can_be_cancelled(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[asyncio.subprocess.Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def recorded(*args: str, **options: int | bool) -> asyncio.subprocess.Process:
+        processes.append(await create(*args, **options))  # type: ignore[arg-type]
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+
+    async def scenario() -> None:
+        watched = Watched(short_dir, "hang")
+        running = asyncio.create_task(watched.supervisor.run())
+        while not processes:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+        assert processes[0].returncode is not None
+
+    run_async(scenario())
+
+
+def test_backoff() -> None:
+    assert [backoff(n) for n in (-1, 0, 1, 2, 3, 10, 10_000)] == [0.0, 0.0, 0.5, 1.0, 2.0, 30.0, 30.0]
