@@ -97,7 +97,8 @@ class MessagesAgent:
     def step(self, name: str, on_delta: Callable[[], None] = lambda: None) -> None:
         """One request, and the tools that its answer calls."""
         tools = [{"name": n, "description": d, "input_schema": schema(p)} for n, (d, p) in TOOLS.items()]
-        content = self._request(name, on_delta, system=SYSTEM, tools=tools, messages=self._messages)
+        body = {"system": SYSTEM, "tools": tools, "messages": self._messages, "max_tokens": MAX_TOKENS}
+        content = self._request(name, on_delta, **body)
         self._messages.append({"role": "assistant", "content": content})
         results = [
             {
@@ -118,6 +119,7 @@ class MessagesAgent:
             lambda: None,
             system="Write a title of at most five words for the conversation that begins with the given message.",
             messages=self._messages[:1],
+            max_tokens=32,
             output_config={"format": {"type": "json_schema", "schema": schema({"title": {"type": "string"}})}},
         )
 
@@ -139,7 +141,7 @@ class MessagesAgent:
     def _request(self, name: str, on_delta: Callable[[], None], **body: Any) -> list[dict[str, Any]]:
         """The content blocks of the answer, as the next request sends them back."""
         watch = Stopwatch(name, self._record)
-        with self._client.messages.stream(model=MODEL, max_tokens=MAX_TOKENS, **body) as stream:
+        with self._client.messages.stream(model=MODEL, **body) as stream:
             for event in stream:
                 if event.type == "content_block_delta":
                     watch.token(stream.response.headers)
