@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def serve(settings: ServeSettings, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code: 0, 2 when the settings cannot be served, 1 when the
     worker keeps dying. Problems are told in one line on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     display = Display()
     try:
         asyncio.run(_until_stopped(settings, worker_command, display))

@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.api import Admitted, Done, EngineConfig, Failed, ModelInfo, Reply, Request, Reuse, Stats, Tokens
 from engine.worker import Progress, Unservable, main
 
-VOCAB = 1000
+VOCAB = 250
 CONTEXT = 200_000
 BOOM, DIE = 900_001, 900_002
 

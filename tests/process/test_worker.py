@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.api import Done, EngineConfig, Failed, ModelInfo, Request, Tokens
+from engine.api import Done, EngineConfig, Failed, Tokens
 from engine.client import EngineClient, EngineError, EngineStream, QueueFull, WorkerUnavailable
 from engine.messages import LoadFailed, config_to_json, encode, parse_status
 from engine.worker import EXIT_ENGINE, EXIT_UNSERVABLE
@@ -369,4 +369,3 @@ def test_what_cannot_be_served_is_one_line_and_one_code(config: str | None, mess
 def test_the_front_is_torch_free() -> None:
     script = "import sys, engine.client, engine.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], env=child_environment(), check=True)
-    assert ModelInfo and Request
