@@ -1,0 +1,56 @@
+// The inner loops, one table per instruction set. All tables give the same bits: every output element is one fixed
+// sequence of correctly rounded operations, and sums over a row use 16 virtual lanes and one fixed tree.
+#pragma once
+
+#include <cstdint>
+
+namespace ft {
+
+constexpr int kPanel = 32;     // output columns of a weight panel
+constexpr int kHalf = 16;      // columns j and j + kHalf of a panel are stored side by side in bfloat16
+constexpr int kMaxTileRows = 12;
+constexpr int kPage = 64;      // tokens in a page of keys and values
+
+// c[r][column] = sum over i of a[i][r] * panel[i][column], one fused chain in the order of i.
+// a is [depth][rows], c is [rows][kPanel], panel holds depth * kPanel weights.
+using Tile = void (*)(const float* a, const void* panel, std::int64_t depth, float* c);
+
+struct Kernels {
+  const char* name;
+  int tile_rows;                      // at most kMaxTileRows
+  Tile tile[2][kMaxTileRows];         // [weights are bfloat16][rows - 1]
+
+  void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
+  void (*sigmoid_mul)(const float* x, const float* gate, std::int64_t n, float* out);
+  void (*sigmoid)(const float* x, std::int64_t n, float* out);
+  void (*scale)(const float* x, float factor, std::int64_t n, float* out);
+  void (*scale_add)(const float* x, float factor, std::int64_t n, float* sum);   // sum = fma(x, factor, sum)
+  void (*exp)(const float* x, std::int64_t n, float* out);
+  void (*log_decay)(const float* a, const float* a_log, const float* dt_bias, std::int64_t n, float* out);
+  void (*rms_norm)(const float* x, const float* weight, const float* gate, float eps, float offset, std::int64_t n,
+                   float* out);       // gate may be null
+  void (*l2_norm)(const float* x, float factor, std::int64_t n, float* out);
+  void (*softmax)(const float* x, std::int64_t n, float* out);
+  void (*rope)(float* head, const float* cos_sin, std::int64_t half);
+
+  // Turns kPage scores, the first `valid` of them real, into exponentials relative to their maximum.
+  void (*page_softmax)(float* scores, std::int64_t valid, float* maximum, float* sum);
+  // Merges a page's result into the running one: (maximum, sum, out) with (page_maximum, page_sum, page_out).
+  void (*page_merge)(float page_maximum, float page_sum, const float* page_out, std::int64_t n, float* maximum,
+                     float* sum, float* out);
+
+  // One token of the gated delta rule on kPanel value columns: memory [depth][kPanel], v and out [kPanel].
+  void (*delta_step)(float* memory, const float* q, const float* k, const float* v, float decay, float beta,
+                     std::int64_t depth, float* out);
+  // One token of a depthwise convolution and SiLU: taps[j] points at n inputs, weights are [width][stride].
+  void (*conv_step)(const float* const* taps, const float* weights, std::int64_t stride, std::int64_t width,
+                    std::int64_t n, float* out);
+};
+
+const Kernels& scalar_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace ft

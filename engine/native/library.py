@@ -1,0 +1,105 @@
+"""Finds, checks and declares the C++ library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+ABI = 1
+"""Version of the interface and of the arithmetic; must equal ``kAbi`` in abi.cpp. Part of what makes state valid."""
+
+INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
+"""Best first. All of them give the same bits."""
+
+_REBUILD = "run `pip install --no-build-isolation -e .` in the project's directory, or set kernels to `reference`"
+
+_int, _int64, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class NativeLibraryError(RuntimeError):
+    """The library is missing, of another version, or cannot run here; the text says what to do."""
+
+
+class BatchView(ctypes.Structure):
+    """``Batch`` of context.h."""
+
+    _fields_ = (
+        ("rows", _int64),
+        ("sequences", _int64),
+        ("pages_per_sequence", _int64),
+        ("snapshot_count", _int64),
+        ("segments", _pointer),
+        ("page_table", _pointer),
+        ("snapshots", _pointer),
+    )
+
+
+_batch = ctypes.POINTER(BatchView)
+
+# Every function takes the context first and returns 0 or the kind of error; see abi.cpp.
+_SIGNATURES: dict[str, Sequence[type[ctypes._CDataType]]] = {
+    "ft_pack": (_pointer, _int, _int64, _int64, _pointer),
+    "ft_linear": (_pointer, _int64, _pointer, _int, _int64, _int64, _pointer, _pointer),
+    "ft_pack_experts": (_pointer, _pointer, _int, _int64, _int64, _int64, _pointer, _pointer),
+    "ft_experts": (*(_pointer,) * 3, _int64, _int64, _pointer, _pointer, _int, _int64, _int64, _int64, _pointer),
+    "ft_route": (_pointer, _int64, _int64, _int64, _int, _pointer, _pointer),
+    "ft_rms_norm": (_pointer, _pointer, _pointer, _float, _float, _int64, _int64, _pointer),
+    "ft_silu_mul": (_pointer, _int64, _int64, _pointer),
+    "ft_sigmoid_mul": (_pointer, _pointer, _int, _int64, _int64, _pointer),
+    "ft_rope": (_pointer, _pointer, _pointer, _int64, _int64, _int64, _int64, _int64),
+    "ft_gdn_gates": (_pointer, _pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer),
+    "ft_conv": (_pointer, _int64, _int64, _pointer, _pointer, _int64, _batch, _pointer),
+    "ft_gated_delta": (*(_pointer,) * 5, *(_int64,) * 4, _pointer, _int64, _batch, _pointer),
+    "ft_attention": (_pointer, _int64, _pointer, _pointer, _int, _int64, _int64, _int64, _float, _batch, _pointer),
+    "ft_write_pages": (_pointer, _pointer, _pointer, _pointer, _int, _int64, _int64, _int64, _batch),
+}
+
+
+def find_library() -> Path:
+    """Where the installed library is; raises NativeLibraryError."""
+    spec = find_spec("engine.native._native")
+    if spec is None or spec.origin is None:
+        raise NativeLibraryError(f"the native library is not built; {_REBUILD}")
+    return Path(spec.origin)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """The library with its functions declared; raises NativeLibraryError."""
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = library.ft_abi
+    except (OSError, AttributeError) as error:
+        raise NativeLibraryError(f"{path} cannot be loaded ({error}); {_REBUILD}") from error
+    if abi() != ABI:
+        raise NativeLibraryError(f"{path} has interface version {abi()}, this program needs {ABI}; {_REBUILD}")
+    library.ft_supported.argtypes = (ctypes.c_char_p,)
+    library.ft_create.argtypes = (ctypes.c_char_p, _int)
+    library.ft_create.restype = _pointer
+    library.ft_destroy.argtypes = (_pointer,)
+    library.ft_destroy.restype = None
+    library.ft_error.argtypes = (_pointer,)
+    library.ft_error.restype = ctypes.c_char_p
+    library.ft_large_pages.argtypes = (_pointer, _int64)
+    library.ft_large_pages.restype = None
+    for name, arguments in _SIGNATURES.items():
+        library[name].argtypes = (_pointer, *arguments)
+        setattr(library, name, library[name])
+    return library
+
+
+def supported_instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
+    """What this processor runs, best first."""
+    return tuple(name for name in INSTRUCTION_SETS if library.ft_supported(name.encode()))
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, hardware threads of one core counted once."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return max(1, len(cores))

@@ -1,0 +1,67 @@
+// A persistent pool of threads that share numbered tasks. Which thread runs a task never changes its result.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ft {
+
+// Flushes denormals to zero for the calling thread while alive. Workers hold one for life and every call from outside
+// holds one, so that arithmetic does not depend on the thread.
+class FlushDenormals {
+ public:
+  FlushDenormals();
+  ~FlushDenormals();
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  std::uint64_t saved_;
+};
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int threads);  // the caller of run() counts as one of them
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(task, thread) once for every task in [0, tasks), and returns when all are done. Bodies must not throw.
+  template <class Body>
+  void run(std::int64_t tasks, const Body& body) {
+    run_erased(
+        tasks,
+        [](const void* erased, std::int64_t task, int thread) { (*static_cast<const Body*>(erased))(task, thread); },
+        &body);
+  }
+
+ private:
+  using Call = void (*)(const void*, std::int64_t, int);
+
+  void run_erased(std::int64_t tasks, Call call, const void* body);
+  void work(int thread);
+  void drain(int thread);
+  void stop();
+  bool joinable(std::uint64_t state, std::uint64_t seen) const;
+
+  // generation << 17 | open << 16 | threads inside. A worker enters only while the job is open, so a job never waits
+  // for a worker that has not woken up yet.
+  std::atomic<std::uint64_t> state_{0};
+  std::atomic<std::int64_t> next_{0};
+  std::atomic<int> parked_{0};
+  std::atomic<bool> stopping_{false};
+  std::int64_t tasks_ = 0;
+  Call call_ = nullptr;
+  const void* body_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace ft

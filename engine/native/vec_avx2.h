@@ -1,0 +1,45 @@
+// Eight floats in a 256-bit register.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct Vec {
+  static constexpr int width = 8;
+  static constexpr int tile_rows = 6;
+  static constexpr int accumulators = 12;
+  __m256 v;
+};
+
+inline Vec set1(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+inline __m256i first(std::int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vec load_part(const float* p, std::int64_t n) { return {_mm256_maskload_ps(p, first(n))}; }
+inline void store_part(float* p, Vec a, std::int64_t n) { _mm256_maskstore_ps(p, first(n), a.v); }
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+  return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+inline Vec power_of_two(Vec a) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(a.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)))};
+}
+inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  low.v = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+  high.v = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+}  // namespace
