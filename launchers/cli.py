@@ -1,0 +1,246 @@
+"""The command ``ft``. Free of torch: commands that need it are started as processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from launchers import ctl, serve_options
+from launchers.agents import claude, codex
+from launchers.agents.common import Launch, LaunchError, describe, start
+from launchers.running import DEFAULT_URL, ServerProblem, find_server, first_key
+
+Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
+Handler = Callable[[argparse.Namespace, Sequence[str]], int]
+PASSED_ON = "Arguments after `--` go to {} as they are."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. What follows ``--`` belongs to the program that is launched."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments[:cut])
+    handler: Handler = options.handler
+    try:
+        return handler(options, arguments[cut + 1 :])
+    except (LaunchError, ServerProblem) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ft",
+        description="Serve coding agents from an open-weight MoE model on this machine.",
+        epilog=examples("ft serve", "ft launch claude", "ft ctl stats", "ft demo"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_serve(commands)
+    add_launch(commands)
+    add_demo(commands)
+    add_ctl(commands)
+    add_engine_command(
+        commands,
+        "checkpoint",
+        "make checkpoints for tests and trials",
+        {"tiny": "a tiny one with random weights"},
+        ("ft checkpoint tiny qwen3_5_moe /tmp/tiny", "ft checkpoint tiny --help"),
+    )
+    add_engine_command(
+        commands,
+        "bench",
+        "measure the engine against what this machine's memory and processor allow",
+        {"decode": "one token at a time", "prefill": "a long prompt"},
+        ("ft bench decode", "ft bench prefill", "ft bench decode --help"),
+    )
+    return parser
+
+
+class Version(argparse.Action):
+    """Looks the version up only when asked; that is slow."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"ft {importlib.metadata.version('ft-server')}")
+        parser.exit()
+
+
+def examples(*lines: str) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def add_command(
+    commands: Commands[argparse.ArgumentParser], name: str, summary: str, *lines: str, more: str = ""
+) -> argparse.ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}. {more}".rstrip()
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples(*lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+# -- serve ------------------------------------------------------------------------------------------------------------
+
+
+def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    lines = (
+        "ft serve",
+        "ft serve --model ~/models/Qwen3-30B-A3B --kv-bytes 8g",
+        "ft serve --host 0.0.0.0 --api-key-file keys.txt",
+    )
+    parser = add_command(commands, "serve", "serve a model to coding agents", *lines)
+    serve_options.add_options(parser)
+    parser.set_defaults(handler=run_serve)
+
+
+def run_serve(options: argparse.Namespace, _: Sequence[str]) -> int:
+    settings = serve_options.settings(options)
+    from launchers.serve import serve  # the whole server: too slow to import for other commands
+
+    return serve(settings)
+
+
+# -- launch -----------------------------------------------------------------------------------------------------------
+
+
+def add_launch(commands: Commands[argparse.ArgumentParser]) -> None:
+    lines = ("ft launch claude", "ft launch codex --dry-run", 'ft launch codex -- exec "explain this repository"')
+    parser = add_command(commands, "launch", "start a coding agent on the running server", *lines)
+    agents = parser.add_subparsers(title="agents", metavar="AGENT", required=True)
+    lines = ("ft launch claude", 'ft launch claude -- -p "fix the failing test"', "ft launch claude --dry-run")
+    more = PASSED_ON.format("claude")
+    agent = add_command(agents, "claude", "start Claude Code", *lines, more=more)
+    add_agent_options(agent, "claude", "CLAUDE_CONFIG_DIR (the env block of a settings.json there wins over ft)")
+    agent.set_defaults(handler=launch_claude)
+    lines = ("ft launch codex", 'ft launch codex -- exec "fix the failing test"', "ft launch codex --home ~/.codex")
+    agent = add_command(agents, "codex", "start Codex", *lines, more=PASSED_ON.format("codex"))
+    add_agent_options(agent, "codex", "CODEX_HOME (nothing is written there; settings go as -c flags)")
+    agent.add_argument("--catalog", type=Path, metavar="FILE", help="a model catalog of yours, instead of ft's")
+    agent.set_defaults(handler=launch_codex)
+
+
+def add_agent_options(parser: argparse.ArgumentParser, program: str, home: str) -> None:
+    add_server_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done, and touch nothing")
+    parser.add_argument("--program", default=program, metavar="FILE", help="the client to run (default: from PATH)")
+    parser.add_argument("--home", type=Path, metavar="DIR", help=f"your own {home}; default: a directory of ft's")
+    parser.add_argument(
+        "--keep-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave this variable as it is, where ft would set or remove it (may be repeated)",
+    )
+
+
+def launch_claude(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    environ = dict(os.environ)
+    server = find_server(options.url, first_key(options.api_key_file))
+    home = options.home and options.home.absolute()
+    launch = claude.plan(server, arguments, environ, program=options.program, home=home, keep=options.keep_env)
+    if not options.dry_run:
+        claude.check_installed(options.program, environ)
+    warning = claude.node_warning(options.program, environ)
+    return carry_out(launch, environ, (*launch.warnings, *([warning] if warning else [])), dry_run=options.dry_run)
+
+
+def launch_codex(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    environ = dict(os.environ)
+    server = find_server(options.url, first_key(options.api_key_file))
+    home, catalog = (path and path.absolute() for path in (options.home, options.catalog))
+    launch = codex.plan(
+        server, arguments, environ, program=options.program, home=home, catalog=catalog, keep=options.keep_env
+    )
+    if not options.dry_run:
+        codex.check_installed(options.program, environ)
+    return carry_out(launch, environ, launch.warnings, dry_run=options.dry_run)
+
+
+def carry_out(launch: Launch, environ: Mapping[str, str], warnings: Sequence[str], *, dry_run: bool) -> int:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if dry_run:
+        print(describe(launch, environ))
+        return 0
+    start(launch, environ)
+
+
+# -- demo, ctl --------------------------------------------------------------------------------------------------------
+
+
+def add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands, "demo", "run one scripted agent session and print what was computed twice", "ft demo"
+    )
+    parser.set_defaults(handler=run_demo)
+
+
+def run_demo(_: argparse.Namespace, __: Sequence[str]) -> int:
+    from launchers.demo import demo  # it needs packages that only `pip install ft-server[demo]` brings
+
+    return demo()
+
+
+def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(commands, "ctl", "ask the running server how it is", "ft ctl health", "ft ctl stats --json")
+    questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
+    for name, summary, ask in (
+        ("health", "can it take requests (exit code 0), or not (1)", ctl.health),
+        ("stats", "memory used and its bounds, sessions, counters", ctl.stats),
+    ):
+        lines = (f"ft ctl {name}", f"ft ctl {name} --json --url http://127.0.0.1:9000")
+        question = add_command(questions, name, summary, *lines)
+        add_server_options(question)
+        question.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+        question.set_defaults(handler=run_ctl, ask=ask)
+
+
+def run_ctl(options: argparse.Namespace, _: Sequence[str]) -> int:
+    ask: Callable[..., int] = options.ask
+    return ask(options.url, first_key(options.api_key_file), as_json=options.json)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help="where the server is (default: %(default)s)")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key the server wants")
+
+
+# -- commands of the engine -------------------------------------------------------------------------------------------
+
+
+def add_engine_command(
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    choices: Mapping[str, str],
+    lines: Sequence[str],
+) -> None:
+    """A command whose own arguments the engine's module of that name reads."""
+    parser = add_command(commands, name, summary, *lines)
+    parser.add_argument(
+        "what", choices=tuple(choices), help="; ".join(f"{key}: {text}" for key, text in choices.items())
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see --help after it")
+    parser.set_defaults(handler=run_engine_command, module=f"engine.{name}")
+
+
+def run_engine_command(options: argparse.Namespace, _: Sequence[str]) -> NoReturn:
+    command = [sys.executable, "-P", "-m", options.module, options.what, *options.arguments]
+    os.execv(sys.executable, command)  # noqa: S606 (no shell wanted)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""``ft ctl``: ask the running server how it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launchers.running import get
+
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def health(url: str, api_key: str, *, as_json: bool) -> int:
+    """Print ``GET /health``; 0 when the server can take requests, else 1. Raises ServerProblem."""
+    body = get(url, "/health", api_key, any_status=True)
+    show(body, as_json=as_json)
+    return 0 if body.get("status") == "ok" else 1
+
+
+def stats(url: str, api_key: str, *, as_json: bool) -> int:
+    """Print ``GET /v1/stats``. Raises ServerProblem."""
+    show(get(url, "/v1/stats", api_key), as_json=as_json)
+    return 0
+
+
+def show(body: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(body, indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    for title, rows in sections(body):
+        table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold", justify="left")
+        for name, value in rows:
+            table.add_row(name, value)
+        console.print(table)
+
+
+def sections(body: Mapping[str, Any], title: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The values of each (nested) object under its name, as (name, text); a used amount stands beside its bound."""
+    plain = {name: value for name, value in body.items() if not isinstance(value, Mapping)}
+    rows = [(name, text(name, value, plain)) for name, value in plain.items() if not is_bound(name, plain)]
+    if rows:
+        yield title, rows
+    for name, value in body.items():
+        if isinstance(value, Mapping):
+            yield from sections(value, f"{title} {name}".strip())
+
+
+def is_bound(name: str, values: Mapping[str, Any]) -> bool:
+    return name.endswith("_limit") and name.removesuffix("_limit") in values
+
+
+def text(name: str, value: Any, values: Mapping[str, Any]) -> str:
+    shown = amount(name, value)
+    limit = values.get(f"{name}_limit")
+    return shown if limit is None else f"{shown} of at most {amount(name, limit)}"
+
+
+def amount(name: str, value: Any) -> str:
+    """A number as people read it: binary units for names that end in ``bytes``, thousands apart otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if name.endswith("bytes"):
+        return in_bytes(value)
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3f}"
+
+
+def in_bytes(value: float) -> str:
+    size, unit = float(value), 0
+    while size >= 1024 and unit < len(BYTE_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {BYTE_UNITS[unit]}"

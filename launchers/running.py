@@ -1,0 +1,90 @@
+"""The running server, as a program beside it sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_SECONDS = 10.0
+
+
+class ServerProblem(Exception):
+    """The server cannot be used; the message says why and what to do next."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """``url`` has no path and no trailing slash; ``context_length`` is in tokens."""
+
+    url: str
+    model: str
+    context_length: int
+    api_key: str = ""
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The API keys in a file, one a line; none without a file. Raises ServerProblem."""
+    if path is None:
+        return ()
+    try:
+        keys = tuple(path.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerProblem(f"cannot read API keys from {path} ({error}): check --api-key-file") from error
+    if not keys:
+        raise ServerProblem(f"{path} holds no API key: put one into it, or name another --api-key-file")
+    return keys
+
+
+def first_key(path: Path | None) -> str:
+    """The key a client of the server sends, or "" without a file. Raises ServerProblem."""
+    return next(iter(read_keys(path)), "")
+
+
+def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> dict[str, Any]:
+    """GET a JSON object; ``any_status`` accepts error statuses too. Raises ServerProblem."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # trust_env=False: a proxy named in the environment must not stand between two programs of one machine.
+        with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+            response = client.get(f"{url.rstrip('/')}{path}", headers=headers)
+        body = response.json()
+    except httpx.InvalidURL as error:
+        raise ServerProblem(f"{url} is not a URL ({error}): write --url http://HOST:PORT") from error
+    except httpx.UnsupportedProtocol as error:
+        raise ServerProblem(f"{url} is not a URL: write --url http://HOST:PORT") from error
+    except httpx.HTTPError as error:
+        raise ServerProblem(
+            f"no server answers at {url} ({error or type(error).__name__}): start one with `ft serve`, "
+            "or name another with --url http://HOST:PORT"
+        ) from error
+    except ValueError as error:
+        raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
+    if response.status_code in (401, 403):
+        raise ServerProblem(f"{url} refused the request: name the file with its key with --api-key-file FILE")
+    if not isinstance(body, dict) or (response.is_error and not any_status):
+        raise ServerProblem(
+            f"{url}{path} answered {response.status_code}: if this is ft, look at its log; "
+            "else name the right address with --url"
+        )
+    return body
+
+
+def find_server(url: str, api_key: str = "") -> RunningServer:
+    """Ask the server at ``url`` for its model and context length. Raises ServerProblem."""
+    try:
+        first = get(url, "/v1/models", api_key)["data"][0]
+        return RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerProblem(
+            f"what answers at {url} lists no model with a context length, so it is not ft or is still loading: "
+            "wait and try again, or name another with --url"
+        ) from error

@@ -1,0 +1,96 @@
+"""The flags of ``ft serve``, and the settings they make."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launchers.running import ServerProblem, read_keys
+from launchers.settings import ServeSettings
+
+UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Bytes, with an optional binary unit: ``1073741824``, ``512m``, ``1.5g``, ``2GiB``."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = UNITS.get(number[-1:], 1)
+    try:
+        amount = float(number[:-1] if unit > 1 else number) * unit
+    except ValueError:
+        amount = math.nan
+    if not 1 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write bytes, or a number with k, m, g or t")
+    return int(amount)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Each flag fills the field of ServeSettings of the same name; one not given keeps that field's default."""
+    model = parser.add_argument_group("what is served")
+    flag(model, "--model", Path, "DIR", "a Hugging Face checkpoint folder", "the embedded model, built on first use")
+    flag(model, "--model-name", str, "NAME", "what clients call it")
+    flag(model, "--family", str, "NAME", "wire format of its conversations", "found from its chat template")
+    flag(model, "--context-length", int, "TOKENS", "longest conversation", "the model's")
+    flag(model, "--max-output-tokens", int, "TOKENS", "longest answer", "what the context leaves")
+    flag(
+        model, "--script", Path, "FILE", "take the next tokens from these rules, and compute the rest for real", "none"
+    )
+
+    network = parser.add_argument_group("where")
+    flag(network, "--host", str, "ADDRESS", "address to listen on; one beyond this machine needs an API key")
+    flag(network, "--port", int, "PORT", "port to listen on; 0 takes a free one")
+    network.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys clients must send, one a line")
+    flag(network, "--ready-file", Path, "FILE", "written once requests are answered, with url and process ids", "none")
+    flag(network, "--cache", Path, "DIR", "where the embedded model is kept", "ft in the user's cache directory")
+    flag(network, "--runtime-dir", Path, "DIR", "for the socket and the lock", "ft in the user's runtime directory")
+
+    memory = parser.add_argument_group("memory (sizes in bytes, or with k, m, g, t)")
+    flag(memory, "--kv-bytes", size, "SIZE", "attention pages of all conversations together")
+    flag(memory, "--checkpoint-bytes", size, "SIZE", "checkpoints of recurrent state")
+    flag(memory, "--max-sequences", int, "N", "requests computed at once")
+    flag(memory, "--max-sessions", int, "N", "sessions whose exact tokens are remembered")
+    flag(memory, "--queue", int, "N", "requests that may wait")
+
+    compute = parser.add_argument_group("how it is computed")
+    flag(
+        compute, "--dtype", str, None, "numbers weights and pages are held in", choices=("auto", "float32", "bfloat16")
+    )
+    flag(compute, "--kernels", str, None, "C++, or the slow torch twins", choices=("native", "reference"))
+    flag(compute, "--instruction-set", str, "NAME", "of the C++ kernels: auto, or one this processor has")
+    flag(compute, "--threads", int, "N", "threads of the C++ kernels", "one per physical core")
+    flag(compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step")
+
+
+def flag(
+    group: argparse._ArgumentGroup,
+    name: str,
+    kind: Any,
+    metavar: str | None,
+    text: str,
+    default: str | None = None,
+    **more: Any,
+) -> None:
+    """``default`` describes it where the field's value would not."""
+    field = ServeSettings.model_fields[name.removeprefix("--").replace("-", "_")]
+    shown = default or (in_units(field.default) if kind is size else field.default)
+    group.add_argument(
+        name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=f"{text} (default: {shown})", **more
+    )
+
+
+def in_units(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):g}g"
+
+
+def settings(options: argparse.Namespace) -> ServeSettings:
+    """Raises ServerProblem with each flag that has a wrong value, or whose file cannot be read."""
+    given = {name: value for name, value in vars(options).items() if name in ServeSettings.model_fields}
+    try:
+        return ServeSettings(**given, api_keys=read_keys(options.api_key_file))
+    except ValidationError as error:
+        problems = (f"--{str(one['loc'][0]).replace('_', '-')}: {one['msg']}" for one in error.errors())
+        raise ServerProblem(f"{'; '.join(problems)} (see ft serve --help)") from error
