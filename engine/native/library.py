@@ -85,8 +85,9 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ft_large_pages.argtypes = (_pointer, _int64)
     library.ft_large_pages.restype = None
     for name, arguments in _SIGNATURES.items():
-        library[name].argtypes = (_pointer, *arguments)
-        setattr(library, name, library[name])
+        function = library[name]
+        function.argtypes = (_pointer, *arguments)
+        setattr(library, name, function)
     return library
 
 
