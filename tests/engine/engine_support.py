@@ -1,0 +1,147 @@
+"""Driving a scheduler in tests, and counting what it owns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.api import (
+    Admitted, Anchor, Done, EngineConfig, Failed, Reply, Request, Reuse, Sampling, TokenLogprob, Tokens, Watch,
+)  # fmt: skip
+from engine.memory.memory import Memory
+from engine.sampling import Logits
+from engine.scheduler import Scheduler
+
+ARCHITECTURES = ("qwen3_5_moe", "qwen3_moe", "qwen2_moe")
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+
+
+@dataclass
+class Outcome:
+    """What came back for one request. ``logits`` by position."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    admitted: Reuse | None = None
+    done: Done | None = None
+    failed: Failed | None = None
+    logits: dict[int, Logits] = field(default_factory=dict)
+
+    @property
+    def reuse(self) -> Reuse:
+        assert self.done is not None, self.failed
+        return self.done.reuse
+
+
+class Bench:
+    """A scheduler with everything it said."""
+
+    def __init__(self, directory: Path, **config: Any) -> None:
+        defaults: dict[str, Any] = {"kv_bytes": 32 << 20, "checkpoint_bytes": 8 << 20, "threads": 1}
+        self.config = EngineConfig(model=str(directory), **{**defaults, **config})
+        self.outcomes: dict[str, Outcome] = {}
+        self.scheduler = Scheduler.load(self.config, lambda *_: None, self._observe)
+        self._number = 0
+
+    @property
+    def memory(self) -> Memory:
+        return self.scheduler.memory
+
+    def _observe(self, request: str, position: int, logits: Logits) -> None:
+        self.outcomes.setdefault(request, Outcome()).logits[position] = logits
+
+    def submit(self, tokens: Any, sampling: Sampling = GREEDY, **options: Any) -> str:
+        self._number += 1
+        name = str(options.pop("id", f"r{self._number}"))
+        self.outcomes[name] = Outcome()
+        self.scheduler.submit(Request(name, tuple(tokens), sampling, **options))
+        return name
+
+    def step(self) -> list[Reply]:
+        replies = self.scheduler.step()
+        for reply in replies:
+            match reply:
+                case Admitted(id=name, reuse=reuse):
+                    self.outcomes[name].admitted = reuse
+                case Tokens(id=name, tokens=tokens, logprobs=logprobs):
+                    self.outcomes[name].tokens += tokens
+                    self.outcomes[name].logprobs += logprobs
+                case Done(id=name):
+                    self.outcomes[name].done = reply
+                case Failed(id=name):
+                    self.outcomes[name].failed = reply
+                case _:
+                    raise AssertionError(reply)
+        return replies
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        for _ in range(100_000):
+            if self.scheduler.idle or (until is not None and until()):
+                return
+            self.step()
+        raise AssertionError("the scheduler does not come to rest")
+
+    def ask(self, tokens: Any, sampling: Sampling = GREEDY, **options: Any) -> Outcome:
+        """One request, alone, to its end."""
+        name = self.submit(tokens, sampling, **options)
+        self.run()
+        return self.outcomes[name]
+
+    def stats(self) -> dict[str, float]:
+        return self.scheduler.stats().values
+
+    def check(self) -> None:
+        """Every page and slot is accounted for exactly once, and none is held when nothing runs."""
+        check_memory(self.memory)
+        if self.scheduler.idle:
+            assert self.memory.pool.held_pages == 0
+            assert len(self.memory.free_live) == self.config.max_sequences
+
+
+def check_memory(memory: Memory) -> None:
+    pool, index, checkpoints = memory.pool, memory.index, memory.checkpoints
+    nodes = list(index.nodes())
+    keepers = Counter(node.page for node in nodes)
+    assert index.pages == len(nodes)
+    free = held = 0
+    for page in range(pool.total):
+        holders, kept = pool.counts(page)
+        assert kept == keepers[page], page
+        free += holders == 0 and kept == 0
+        held += holders > 0
+    assert (pool.free, pool.held_pages) == (free, held)
+    attached = [one for node in nodes for one in node.checkpoints.values()]
+    assert set(attached) == checkpoints.all and len(attached) == len(checkpoints.all)
+    assert len({one.slot for one in attached}) == len(attached)
+    for node in nodes:
+        assert node.parent is not None and node in node.parent.children
+        for offset, one in node.checkpoints.items():
+            assert one.node is node and (one.position - 1) % 64 + 1 == offset <= len(node.tokens) // 4
+        siblings = [child.tokens for child in node.children]
+        assert not any(a.startswith(b) for a in siblings for b in siblings if a is not b)
+
+
+def pending_slots(memory: Memory) -> int:
+    """Checkpoint slots neither free nor in use: 0 when nothing runs."""
+    return memory.checkpoints.total - memory.checkpoints.free - len(memory.checkpoints.all)
+
+
+def same_bits(a: dict[int, Logits], b: dict[int, Logits]) -> bool:
+    """Whether logits at all common positions (at least one) are equal bit for bit."""
+    common = a.keys() & b.keys()
+    return bool(common) and all(np.array_equal(a[at].view(np.uint32), b[at].view(np.uint32)) for at in common)
+
+
+def prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+
+
+__all__ = [
+    "ARCHITECTURES", "GREEDY", "Anchor", "Bench", "Outcome", "Sampling", "Watch", "check_memory", "pending_slots",
+    "prompt", "replace", "same_bits",
+]  # fmt: skip
