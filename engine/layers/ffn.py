@@ -1,0 +1,74 @@
+"""Feed-forward blocks: dense, and routed experts with an optional gated shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.layers.loader import Loader
+from engine.layers.ops import Ops
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """down(silu(gate(x)) * up(x))."""
+
+    ops: Ops
+    gate_up: Any
+    down: Any
+
+    @classmethod
+    def load(cls, loader: Loader, name: str, hidden: int, inner: int) -> Dense:
+        gate_up = loader.gate_up(name, inner, hidden)
+        return cls(loader.ops, gate_up, loader.linear(f"{name}.down_proj", hidden, inner))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up)), self.down)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The ``top_k`` experts of each row, weighted by the router's softmax."""
+
+    ops: Ops
+    router: Any
+    experts: Any
+    top_k: int
+    renormalize: bool
+
+    @classmethod
+    def load(
+        cls, loader: Loader, name: str, hidden: int, inner: int, experts: int, top_k: int, renormalize: bool
+    ) -> Routed:
+        router = loader.linear(f"{name}.gate", experts, hidden)
+        return cls(loader.ops, router, loader.experts(f"{name}.experts", experts, inner, hidden), top_k, renormalize)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids, weights = self.ops.route(self.ops.linear(x, self.router), self.top_k, self.renormalize)
+        return self.ops.experts(x, ids, weights, self.experts)
+
+
+@dataclass(frozen=True)
+class RoutedWithShared:
+    """Routed experts plus one expert that every row uses, scaled by a sigmoid gate of its own."""
+
+    routed: Routed
+    shared: Dense
+    shared_gate: Any
+
+    @classmethod
+    def load(cls, loader: Loader, name: str, routed: Routed, hidden: int, shared_inner: int) -> RoutedWithShared:
+        shared = Dense.load(loader, f"{name}.shared_expert", hidden, shared_inner)
+        return cls(routed, shared, loader.linear(f"{name}.shared_expert_gate", 1, hidden))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ops = self.routed.ops
+        gate = ops.linear(x, self.shared_gate)
+        return self.routed(x) + ops.sigmoid_mul(self.shared(x), gate)

@@ -1,0 +1,50 @@
+"""Weights on their way from a checkpoint into the operations' own layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.layers.ops import Ops
+from engine.weights.errors import MissingTensor
+from engine.weights.source import Source
+
+
+@dataclass(frozen=True)
+class Loader:
+    source: Source
+    ops: Ops
+
+    def linear(self, name: str, rows: int, columns: int) -> Any:
+        """``name``.weight [rows, columns], packed."""
+        return self.ops.pack(self.source.matrix(f"{name}.weight", rows, columns))
+
+    def gate_up(self, name: str, inner: int, hidden: int) -> Any:
+        """A dense FFN's gate and up projections as one packed weight [2 * inner, hidden]."""
+        gate = self.source.matrix(f"{name}.gate_proj.weight", inner, hidden)
+        up = self.source.matrix(f"{name}.up_proj.weight", inner, hidden)
+        return self.ops.pack(torch.cat([gate, up]))
+
+    def vector(self, name: str, *shape: int) -> Tensor:
+        return self.source.vector(name, *shape)
+
+    def bias(self, name: str, size: int, wanted: bool) -> Tensor | None:
+        return self.source.vector(f"{name}.bias", size) if wanted else None
+
+    def experts(self, name: str, experts: int, inner: int, hidden: int) -> Any:
+        return self.ops.pack_experts(*self.source.experts(name, experts, inner, hidden))
+
+    def embedding(self, vocab: int, hidden: int) -> Tensor:
+        return self.source.matrix("embed_tokens.weight", vocab, hidden)
+
+    def head(self, embedding: Tensor, tied: bool) -> Any:
+        """The output matrix [vocab, hidden], packed; the embedding where it is tied."""
+        if tied:
+            return self.ops.pack(embedding)
+        head = self.source.head(embedding.shape[0], embedding.shape[1])
+        if head is None:
+            raise MissingTensor("lm_head.weight is missing and config.json does not say tie_word_embeddings")
+        return self.ops.pack(head)

@@ -1,0 +1,83 @@
+"""From configuration to a model that can run, with its memory."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.api import PAGE, EngineConfig, ModelInfo
+from engine.layers.loader import Loader
+from engine.layers.ops import Ops
+from engine.layers.reference import ReferenceOps
+from engine.memory.memory import Memory
+from engine.models.fields import read_config
+from engine.models.model import Progress
+from engine.models.registry import find_architecture
+from engine.native.library import NativeLibraryError
+from engine.native.ops import NativeOps
+from engine.runner import Runner
+from engine.weights.errors import BadConfig
+from engine.weights.fingerprint import fingerprint
+from engine.weights.source import Source
+
+
+@dataclass(frozen=True)
+class Engine:
+    info: ModelInfo
+    runner: Runner
+    memory: Memory
+
+
+def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+    """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served."""
+    directory = Path(config.model)
+    raw = read_config(directory)
+    architecture = find_architecture(raw)
+    context = config.context_length or architecture.context
+    if context > architecture.context:
+        raise BadConfig(f"context_length {context} is above the model's {architecture.context}; lower it")
+    ops, instruction_set = make_ops(config)
+    progress("weights", 0, 1)
+    source = Source(directory, config.dtype)
+    model = architecture.build(Loader(source, ops), context, progress)
+    progress("fingerprint", 0, 1)
+    dtype = str(source.dtype).removeprefix("torch.")
+    identity = fingerprint(directory, source.shards, raw, dtype, config.kernels, instruction_set)
+    manifest = model.manifest
+    pages = config.kv_bytes // manifest.page_bytes(source.dtype)
+    if pages < 2:
+        raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(source.dtype)} bytes")
+    checkpoints = config.checkpoint_bytes // manifest.slot_bytes if manifest.recurrent else 0
+    live = config.max_sequences
+    runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
+    memory = Memory(
+        runner, identity, pages=pages, live=live, checkpoints=checkpoints, recurrent=bool(manifest.recurrent)
+    )
+    info = ModelInfo(
+        path=str(directory),
+        architecture=architecture.name,
+        fingerprint=identity,
+        vocab_size=model.vocab_size,
+        context_length=min(context, (pages - 1) * PAGE),
+        recurrent=bool(manifest.recurrent),
+        max_sequences=live,
+        instruction_set=instruction_set,
+        dtype=dtype,
+        incarnation=uuid.uuid4().hex,
+    )
+    return Engine(info, runner, memory)
+
+
+def make_ops(config: EngineConfig) -> tuple[Ops, str]:
+    """The operations that configuration names, and their instruction set."""
+    if config.kernels == "reference":
+        torch.set_num_threads(config.threads or torch.get_num_threads())
+        return ReferenceOps(), "torch"
+    try:
+        native = NativeOps(config.instruction_set, config.threads)
+    except NativeLibraryError as error:
+        raise BadConfig(str(error)) from error
+    return native, native.instruction_set

@@ -1,0 +1,177 @@
+"""Which pages are cached: a tree of pages over token prefixes, each full page also found by its key.
+
+A node is one page after its parent's. Full pages have a key; a partial page has only its literal tokens. Siblings
+never contain one another: a page that continues a partial one takes its place. Nodes are evicted leaves first, so a
+cached page always has everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
+from engine.memory.pages import PagePool
+from engine.memory.states import Checkpoint
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
+    ``checkpoints`` by how many tokens of this page they come after. ``side``: left by a side request."""
+
+    parent: Node | None
+    tokens: bytes
+    page: int
+    key: bytes | None
+    used: int
+    side: bool
+    children: list[Node] = field(default_factory=list)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+
+
+class PageIndex:
+    """``evicted`` counts pages given up for others, ``on_drop`` hears of checkpoints that go with their page."""
+
+    def __init__(self, pool: PagePool, recurrent: bool, on_drop: Callable[[Checkpoint], None]) -> None:
+        self.evicted = 0
+        self.clock = 0
+        self.pages = 0
+        self._pool = pool
+        self._recurrent = recurrent
+        self._on_drop = on_drop
+        self._by_key: dict[bytes, Node] = {}
+        self._roots: dict[bytes, Node] = {}
+        self._leaves: set[Node] = set()
+
+    def root(self, key: bytes) -> Node:
+        """The node before the first page of a namespace; remembered while it has pages."""
+        return self._roots.get(key) or Node(None, b"", -1, key, 0, False)
+
+    def find(self, parent: Node, page: bytes) -> Node | None:
+        """The full page after ``parent`` with exactly these tokens; its key alone is not trusted."""
+        if parent.key is None:
+            return None
+        node = self._by_key.get(page_key(parent.key, page))
+        return node if node is not None and node.parent is parent and node.tokens == page else None
+
+    def put(self, parent: Node, tokens: bytes, page: int, side: bool) -> Node | None:
+        """The node for these tokens after ``parent``: one that is there already, or a new one that keeps ``page``.
+
+        None if another page happens to have the same key; what follows is then not cached."""
+        key = None
+        if len(tokens) == PAGE_BYTES and parent.key is not None:
+            key = page_key(parent.key, tokens)
+            known = self._by_key.get(key)
+            if known is not None and (known.parent is not parent or known.tokens != tokens):
+                return None
+        shorter: list[Node] = []
+        node: Node | None = None
+        for child in parent.children:
+            if child.tokens.startswith(tokens):
+                node = child
+            elif tokens.startswith(child.tokens):
+                shorter.append(child)
+        if node is None and shorter:
+            node = self._extend(shorter.pop(), tokens, page, key)
+        if node is None:
+            node = Node(parent, tokens, page, key, self.clock, side)
+            self._pool.keep(page)
+            self.pages += 1
+            parent.children.append(node)
+            if parent.parent is None and parent.key is not None:
+                self._roots[parent.key] = parent
+            self._leaves.discard(parent)
+            self._leaves.add(node)
+            if key is not None:
+                self._by_key[key] = node
+        for child in shorter:
+            self._merge(child, node)
+        self.touch(node, side)
+        return node
+
+    def touch(self, node: Node, side: bool) -> None:
+        node.used = self.clock
+        node.side = node.side and side
+
+    def reachable(self, parent: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
+        """Each page after ``parent`` that shares a start with ``tokens``, and how many tokens of it."""
+        for child in parent.children:
+            if shared := common_tokens(child.tokens, tokens):
+                yield child, shared
+
+    def evict(self, *, side: bool) -> bool:
+        """Give up the least valuable page that no sequence holds; ``side``: only what side requests left."""
+        victim = min(
+            (leaf for leaf in self._leaves if (leaf.side or not side) and not self._pool.held(leaf.page)),
+            key=self._value,
+            default=None,
+        )
+        if victim is None:
+            return False
+        self.remove(victim)
+        self.evicted += 1
+        return True
+
+    def remove(self, node: Node) -> None:
+        """Drop a leaf and the checkpoints on it."""
+        for checkpoint in node.checkpoints.values():
+            self._on_drop(checkpoint)
+        node.checkpoints.clear()
+        if node.key is not None:
+            self._by_key.pop(node.key)
+        self._unlink(node)
+
+    def side_pages(self) -> int:
+        """Pages that a side request could have."""
+        return sum(1 for node in self.nodes() if node.side and not self._pool.held(node.page))
+
+    def nodes(self) -> Iterator[Node]:
+        """Every cached page."""
+        stack = [child for root in self._roots.values() for child in root.children]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+    def _value(self, leaf: Node) -> tuple[bool, bool, bool, int]:
+        """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from."""
+        pinned = any(one.want.pinned or one.want.tip for one in leaf.checkpoints.values())
+        useless = self._recurrent and not leaf.checkpoints
+        return not leaf.side, not useless, pinned, leaf.used
+
+    def _extend(self, node: Node, tokens: bytes, page: int, key: bytes | None) -> Node:
+        """A partial page that goes on: same node, more tokens."""
+        if node.page != page:
+            self._pool.keep(page)
+            self._pool.drop(node.page)
+            node.page = page
+        node.tokens, node.key = tokens, key
+        if key is not None:
+            self._by_key[key] = node
+        return node
+
+    def _merge(self, shorter: Node, node: Node) -> None:
+        """A partial page whose tokens ``node`` also has: only its checkpoints are worth keeping."""
+        for offset, checkpoint in list(shorter.checkpoints.items()):
+            if offset in node.checkpoints:
+                self._on_drop(checkpoint)
+            else:
+                node.checkpoints[offset] = checkpoint
+                checkpoint.node = node
+        shorter.checkpoints.clear()
+        self._unlink(shorter)
+
+    def _unlink(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None  # noqa: S101 - roots are never removed this way
+        parent.children.remove(node)
+        self._leaves.discard(node)
+        self._pool.drop(node.page)
+        self.pages -= 1
+        if parent.children:
+            return
+        if parent.parent is not None:
+            self._leaves.add(parent)
+        elif parent.key is not None:
+            self._roots.pop(parent.key, None)

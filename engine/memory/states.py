@@ -1,0 +1,121 @@
+"""Recurrent-state slots, checkpoints and which of them give way. Numbers only; the bytes are the runner's.
+
+Slot 0 is all zeros for ever (the state before the first token), the next ``live`` slots belong to running sequences,
+the rest hold checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.memory.index import Node
+
+ZERO_SLOT = 0
+LIVE_SESSIONS = 16
+"""As many of the most recently active sessions count as alive: their pinned checkpoints go last."""
+_SESSIONS = 4096
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a checkpoint is for. ``tip``: where a turn ended; one per session stays pinned until the next."""
+
+    kind: str
+    priority: float
+    pinned: bool = False
+    tip: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Checkpoint:
+    """The recurrent state after ``position`` tokens, in ``slot``, attached to the page that holds the last of them."""
+
+    position: int
+    slot: int
+    want: Want
+    session: str
+    side: bool
+    used: int
+    node: Node = field(repr=False)
+    superseded: bool = False
+
+
+class Checkpoints:
+    """The checkpoint slots. ``evicted`` counts those that gave way to others."""
+
+    def __init__(self, live: int, total: int, on_evict: Callable[[Checkpoint], None]) -> None:
+        self.total = total
+        self.evicted = 0
+        self.all: set[Checkpoint] = set()
+        self._on_evict = on_evict
+        self._free = list(range(live + total, live, -1))
+        self._sessions: OrderedDict[str, Checkpoint | None] = OrderedDict()
+        """Sessions by activity, oldest first, with their latest tip."""
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, want: Want, *, side: bool) -> int | None:
+        """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
+
+        Side requests displace nothing but what side requests left."""
+        if self._free:
+            return self._free.pop()
+        candidates = [one for one in self.all if one.side] if side else list(self.all)
+        if not candidates:
+            return None
+        alive = self._alive()
+        victim = min(candidates, key=lambda one: self._value(one, alive))
+        pinned = want.pinned or want.tip
+        if not side and self._value(victim, alive)[:4] > (pinned, True, True, want.priority):
+            return None
+        self._on_evict(victim)
+        self.remove(victim)
+        self.evicted += 1
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot that was taken and not used."""
+        self._free.append(slot)
+
+    def add(self, checkpoint: Checkpoint, supersedes: Callable[[Checkpoint], bool]) -> None:
+        """``supersedes``: whether the new one lies further along the same branch than an older tip."""
+        self.all.add(checkpoint)
+        if checkpoint.want.tip and not checkpoint.side:
+            old = self._sessions.get(checkpoint.session)
+            if old is not None and old in self.all and old is not checkpoint:
+                old.want = Want(old.want.kind, old.want.priority)
+                old.superseded = supersedes(old)
+            self._sessions[checkpoint.session] = checkpoint
+            self.touch(checkpoint.session)
+
+    def touch(self, session: str) -> None:
+        """Note that a session is active."""
+        self._sessions.setdefault(session, None)
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > _SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        self.all.discard(checkpoint)
+        self._free.append(checkpoint.slot)
+
+    def _alive(self) -> set[str]:
+        alive: set[str] = set()
+        for session in reversed(self._sessions):
+            alive.add(session)
+            if len(alive) == LIVE_SESSIONS:
+                break
+        return alive
+
+    @staticmethod
+    def _value(one: Checkpoint, alive: set[str]) -> tuple[bool, bool, bool, float, int]:
+        """Lowest goes first: side leftovers and ended sessions, then superseded tips, then by priority and age."""
+        lives = one.session in alive and not one.side
+        pinned = lives and (one.want.pinned or one.want.tip)
+        return pinned, lives, not one.superseded, one.want.priority, one.used

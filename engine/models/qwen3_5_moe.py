@@ -1,0 +1,221 @@
+"""Qwen3.5/3.6-MoE, text: three Gated DeltaNet layers (arXiv 2412.06464) to one of gated attention, routed experts and
+a shared expert in every layer.
+
+RMSNorms here scale by 1 + weight, except the gated one inside Gated DeltaNet. The release rotates text and image
+positions in interleaved sections (mRoPE); for text all three positions are equal and that is plain partial RoPE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.ffn import Routed, RoutedWithShared
+from engine.layers.loader import Loader
+from engine.layers.ops import Batch, Ops
+from engine.models.fields import Fields, Rope, read_rope
+from engine.models.model import Cache, Manifest, Progress
+from engine.weights.errors import BadConfig
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig:
+    vocab: int
+    hidden: int
+    kinds: tuple[str, ...]
+    """Of each layer: ``linear_attention`` or ``full_attention``."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    conv_width: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    experts: int
+    expert_inner: int
+    shared_inner: int
+    top_k: int
+    eps: float
+    rope: Rope
+    context: int
+    tied: bool
+
+    @classmethod
+    def parse(cls, fields: Fields) -> Qwen35MoeConfig:
+        """Reads the text model's part (``text_config`` where it is nested); raises BadConfig."""
+        outer, fields = fields, fields.inner("text_config") or fields
+        fields.refuse("hidden_act", "silu")
+        fields.refuse("attention_bias", False)
+        layers = fields.positive("num_hidden_layers")
+        interval = fields.positive("full_attention_interval", 4)
+        kinds = fields.texts("layer_types") or tuple(
+            FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)
+        )
+        if len(kinds) != layers or not set(kinds) <= {LINEAR, FULL}:
+            raise BadConfig(f"config.json: layer_types must name {LINEAR} or {FULL} for each of {layers} layers")
+        config = cls(
+            vocab=fields.positive("vocab_size"),
+            hidden=fields.positive("hidden_size"),
+            kinds=kinds,
+            heads=fields.positive("num_attention_heads"),
+            kv_heads=fields.positive("num_key_value_heads"),
+            head_dim=fields.positive("head_dim"),
+            conv_width=fields.positive("linear_conv_kernel_dim"),
+            key_heads=fields.positive("linear_num_key_heads"),
+            key_dim=fields.positive("linear_key_head_dim"),
+            value_heads=fields.positive("linear_num_value_heads"),
+            value_dim=fields.positive("linear_value_head_dim"),
+            experts=fields.positive("num_experts"),
+            expert_inner=fields.positive("moe_intermediate_size"),
+            shared_inner=fields.positive("shared_expert_intermediate_size"),
+            top_k=fields.positive("num_experts_per_tok"),
+            eps=fields.number("rms_norm_eps", 1e-6),
+            rope=read_rope(fields, 0.25),
+            context=fields.positive("max_position_embeddings"),
+            tied=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", False)),
+        )
+        if config.value_heads % config.key_heads:
+            raise BadConfig("config.json: linear_num_value_heads must be a multiple of linear_num_key_heads")
+        return config
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+class GatedDeltaNet:
+    """conv(q, k, v) -> gated delta rule -> norm gated by z -> out."""
+
+    def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int) -> None:
+        self.ops = loader.ops
+        self.config = config
+        self.index = index
+        hidden, channels = config.hidden, 2 * config.keys + config.values
+        self.qkv = loader.linear(f"{name}.in_proj_qkv", channels, hidden)
+        self.z = loader.linear(f"{name}.in_proj_z", config.values, hidden)
+        self.b = loader.linear(f"{name}.in_proj_b", config.value_heads, hidden)
+        self.a = loader.linear(f"{name}.in_proj_a", config.value_heads, hidden)
+        self.conv = loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous()
+        self.a_log = loader.vector(f"{name}.A_log", config.value_heads)
+        self.dt_bias = loader.vector(f"{name}.dt_bias", config.value_heads)
+        self.norm = loader.vector(f"{name}.norm.weight", config.value_dim)
+        self.out = loader.linear(f"{name}.out_proj", hidden, config.values)
+
+    def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        ops, config, rows = self.ops, self.config, x.shape[0]
+        window, state = cache.states[2 * self.index], cache.states[2 * self.index + 1]
+        qkv = ops.conv(ops.linear(x, self.qkv), self.conv, window, batch)
+        q, k, v = torch.split(qkv, [config.keys, config.keys, config.values], dim=1)
+        decay, beta = ops.gdn_gates(ops.linear(x, self.a), ops.linear(x, self.b), self.a_log, self.dt_bias)
+        out = ops.gated_delta(
+            q.contiguous().view(rows, config.key_heads, config.key_dim),
+            k.contiguous().view(rows, config.key_heads, config.key_dim),
+            v.contiguous().view(rows, config.value_heads, config.value_dim),
+            decay, beta, state, batch,
+        )  # fmt: skip
+        z = ops.linear(x, self.z).view(rows, config.value_heads, config.value_dim)
+        return ops.linear(ops.gated_rms_norm(out, z, self.norm, config.eps).view(rows, -1), self.out)
+
+
+class GatedAttention:
+    """Causal attention; q and k normalised per head and partly rotated, the output gated by sigmoid."""
+
+    def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, table: Tensor) -> None:
+        self.ops = loader.ops
+        self.config = config
+        self.index = index
+        self.table = table
+        hidden, width = config.hidden, config.head_dim
+        self.q_and_gate = loader.linear(f"{name}.q_proj", 2 * config.heads * width, hidden)
+        self.k = loader.linear(f"{name}.k_proj", config.kv_heads * width, hidden)
+        self.v = loader.linear(f"{name}.v_proj", config.kv_heads * width, hidden)
+        self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
+        self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
+        self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
+
+    def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
+        q, gate = torch.chunk(ops.linear(x, self.q_and_gate).view(rows, -1, 2 * width), 2, dim=2)
+        q = ops.rms_norm(q.contiguous(), self.q_norm, eps, offset=1.0)
+        k = ops.rms_norm(ops.linear(x, self.k).view(rows, -1, width), self.k_norm, eps, offset=1.0)
+        v = ops.linear(x, self.v).view(rows, -1, width)
+        ops.rope(q, batch.positions, self.table)
+        ops.rope(k, batch.positions, self.table)
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        ops.write_pages(k, v, keys, values, batch)
+        out = ops.attention(q, keys, values, batch, width**-0.5)
+        return ops.linear(ops.sigmoid_mul(out.view(rows, -1), gate.contiguous().view(rows, -1)), self.o)
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    mixer: GatedDeltaNet | GatedAttention
+    post_norm: Tensor
+    ffn: RoutedWithShared
+
+
+class Qwen35Moe:
+    def __init__(self, config: Qwen35MoeConfig, loader: Loader, context: int, progress: Progress) -> None:
+        self.config = config
+        self.ops: Ops = loader.ops
+        self.embedding = loader.embedding(config.vocab, config.hidden)
+        table = self.ops.rope_table(context, int(config.head_dim * config.rope.factor), config.rope.theta)
+        self.layers: list[Layer] = []
+        for index in range(len(config.kinds)):
+            self.layers.append(self._load_layer(loader, index, table))
+            progress("layers", index + 1, len(config.kinds))
+        self.norm = loader.vector("norm.weight", config.hidden)
+        self.head = loader.head(self.embedding, config.tied)
+
+    def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
+        config, name, kind = self.config, f"layers.{index}", self.config.kinds[index]
+        among_kind = config.kinds[:index].count(kind)
+        mixer: GatedDeltaNet | GatedAttention
+        if kind == LINEAR:
+            mixer = GatedDeltaNet(loader, config, f"{name}.linear_attn", among_kind)
+        else:
+            mixer = GatedAttention(loader, config, f"{name}.self_attn", among_kind, table)
+        routed = Routed.load(
+            loader, f"{name}.mlp", config.hidden, config.expert_inner, config.experts, config.top_k, renormalize=True
+        )
+        return Layer(
+            loader.vector(f"{name}.input_layernorm.weight", config.hidden),
+            mixer,
+            loader.vector(f"{name}.post_attention_layernorm.weight", config.hidden),
+            RoutedWithShared.load(loader, f"{name}.mlp", routed, config.hidden, config.shared_inner),
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        config = self.config
+        window = (2 * config.keys + config.values, config.conv_width - 1)
+        state = (config.value_heads, config.key_dim, config.value_dim)
+        return Manifest(
+            attention_layers=config.kinds.count(FULL),
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            recurrent=(window, state) * config.kinds.count(LINEAR),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab
+
+    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        ops, eps = self.ops, self.config.eps
+        x = self.embedding[batch.tokens].float()
+        for layer in self.layers:
+            x = x + layer.mixer(ops.rms_norm(x, layer.input_norm, eps, offset=1.0), batch, cache)
+            x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps, offset=1.0))
+        x = ops.rms_norm(x[batch.logit_rows], self.norm, eps, offset=1.0)
+        return ops.linear(x, self.head) if x.shape[0] else torch.empty(0, self.vocab_size)

@@ -1,0 +1,84 @@
+"""Runs the model: owns its weights, pages and state slots, and turns rows of sequences into one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.layers.ops import Batch, Ops
+from engine.models.model import Cache, Model
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of one sequence to feed, at ``position`` and on. ``table``: its pages. ``slot``: its state.
+    ``snapshots``: (after how many of these tokens, into which slot) the recurrent state is to be copied."""
+
+    tokens: Sequence[int]
+    position: int
+    table: Sequence[int]
+    slot: int
+    snapshots: Sequence[tuple[int, int]] = ()
+    logits: bool = False
+
+
+class Runner:
+    """``pages`` and ``slots`` are how many of each are allocated; memory is touched as it is first used."""
+
+    def __init__(self, model: Model, ops: Ops, dtype: torch.dtype, *, pages: int, slots: int) -> None:
+        manifest = model.manifest
+        shape = (pages, PAGE, manifest.kv_heads, manifest.head_dim)
+        self.model = model
+        self.cache = Cache(
+            keys=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),
+            values=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),
+            states=tuple(torch.empty(slots, *each) for each in manifest.recurrent),
+        )
+        for state in self.cache.states:
+            state[0] = 0
+        self._ops = ops
+
+    @torch.inference_mode()
+    def forward(self, parts: Sequence[Rows]) -> Tensor:
+        """float32 logits [m, vocab]: of the last row of each part that wants them, in order."""
+        return self.model.forward(make_batch(parts), self.cache)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        for pages in (*self.cache.keys, *self.cache.values):
+            pages[target] = pages[source]
+
+    @torch.inference_mode()
+    def copy_state(self, source: int, target: int) -> None:
+        for state in self.cache.states:
+            self._ops.copy_state(state, source, target)
+
+
+def make_batch(parts: Sequence[Rows]) -> Batch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    segments: list[tuple[int, int, int, int]] = []
+    snapshots: list[tuple[int, int, int]] = []
+    logit_rows: list[int] = []
+    table = torch.full((len(parts), max(len(part.table) for part in parts)), -1, dtype=torch.int32)
+    for number, part in enumerate(parts):
+        count = len(part.tokens)
+        segments.append((len(tokens), count, part.position, part.slot))
+        snapshots += ((number, after, slot) for after, slot in part.snapshots)
+        table[number, : len(part.table)] = torch.tensor(part.table, dtype=torch.int32)
+        tokens += part.tokens
+        positions += range(part.position, part.position + count)
+        if part.logits:
+            logit_rows.append(len(tokens) - 1)
+    return Batch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        segments=torch.tensor(segments, dtype=torch.int32),
+        page_table=table,
+        snapshots=torch.tensor(snapshots, dtype=torch.int32).reshape(-1, 3),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    )

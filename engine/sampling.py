@@ -1,0 +1,123 @@
+"""Drawing tokens. One row of logits at a time, in float64, so nothing depends on the batch.
+
+Order: penalties, bias, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position). Ties go to
+the lower token id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.api import Sampling, TokenLogprob
+
+Logits = NDArray[np.float32]
+Floats = NDArray[np.float64]
+
+_MASK = (1 << 64) - 1
+_FEW = 1024
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for (seed, position): splitmix64 over both."""
+    mixed = _splitmix((_splitmix(seed & _MASK) + position) & _MASK)
+    return (mixed >> 11) * 2.0**-53
+
+
+def _splitmix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+class Sampler:
+    """The sampling state of one sequence: its parameters and what has been seen."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._sampled: Counter[int] = Counter()
+        self.sampled = 0
+        self._prompt = np.unique(np.asarray(prompt, np.int64)) if sampling.repetition_penalty != 1.0 else None
+
+    def next(self, logits: Logits, position: int) -> tuple[int, TokenLogprob | None]:
+        """The token at ``position`` (tokens before it), and its log probability under the model if asked for."""
+        sampling = self._sampling
+        token = self._draw(logits, position) if sampling.forced is None else sampling.forced[self.sampled]
+        self._sampled[token] += 1
+        self.sampled += 1
+        if sampling.logprobs is None:
+            return token, None
+        return token, _logprob(logits, token, sampling.logprobs)
+
+    def _draw(self, logits: Logits, position: int) -> int:
+        sampling = self._sampling
+        scores = self._adjust(logits.astype(np.float64))
+        if sampling.temperature <= 0.0:
+            return int(np.argmax(scores))
+        ids, probabilities = candidates(scores / sampling.temperature, sampling)
+        cumulative = np.cumsum(probabilities)
+        at = int(np.searchsorted(cumulative, uniform(sampling.seed, position) * cumulative[-1], side="right"))
+        return int(ids[min(at, len(ids) - 1)])
+
+    def _adjust(self, scores: Floats) -> Floats:
+        sampling = self._sampling
+        seen = np.fromiter(self._sampled, np.int64, len(self._sampled))
+        if self._prompt is not None:
+            both = np.union1d(self._prompt, seen)
+            old = scores[both]
+            scores[both] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+        if len(seen) and (sampling.presence_penalty or sampling.frequency_penalty):
+            counts = np.fromiter(self._sampled.values(), np.float64, len(seen))
+            scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        for token, bias in sampling.logit_bias:
+            scores[token] += bias
+        return scores
+
+
+def candidates(scores: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], Floats]:
+    """Token ids that may be drawn and their probabilities (not renormalised).
+
+    Sorted by descending probability, except that with no filter at all they stay in the order of their ids."""
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    if not sampling.top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
+        return np.arange(len(scores)), probabilities
+    ids = _top(probabilities, sampling.top_k or len(scores), sampling.top_p)
+    kept = probabilities[ids]
+    if sampling.top_p < 1.0:
+        before = np.cumsum(kept) - kept
+        ids = ids[before < sampling.top_p * kept.sum()] if sampling.top_k else ids[before < sampling.top_p]
+        kept = probabilities[ids]
+    if sampling.min_p > 0.0:
+        ids = ids[kept >= sampling.min_p * kept[0]]
+    return ids, probabilities[ids]
+
+
+def _top(probabilities: Floats, count: int, mass: float) -> NDArray[np.int64]:
+    """The ``count`` most probable ids, descending; no more of them than ``mass`` needs where a few are enough."""
+    size = len(probabilities)
+    few = min(count, _FEW)
+    if few < size:
+        threshold = np.partition(probabilities, size - few)[size - few]
+        best = np.flatnonzero(probabilities >= threshold)
+        best = best[np.argsort(-probabilities[best], kind="stable")]
+        if count <= _FEW or (count == size and mass < 1.0 and probabilities[best].sum() >= mass):
+            return best[:count]
+    return np.argsort(-probabilities, kind="stable")[:count]
+
+
+def _logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        threshold = np.partition(scores, len(scores) - min(alternatives, len(scores)))[-min(alternatives, len(scores))]
+        best = np.flatnonzero(scores >= threshold)
+        best = best[np.argsort(-scores[best], kind="stable")][:alternatives]
+        top = tuple((int(one), float(scores[one])) for one in best)
+    return TokenLogprob(token, float(scores[token]), top)

@@ -1,0 +1,338 @@
+"""Continuous batching: which rows are fed in a step, who is admitted, who gives way, what is kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.api import (
+    PAGE,
+    Admitted,
+    Done,
+    EngineConfig,
+    Failed,
+    FinishReason,
+    ModelInfo,
+    Reply,
+    Request,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
+from engine.loading import Engine, load_engine
+from engine.memory.keys import common_tokens, encode
+from engine.memory.memory import Lease
+from engine.memory.states import Want
+from engine.models.model import Progress
+from engine.runner import Rows
+from engine.sampling import Logits
+from engine.sequence import BRANCH, TIP, Sequence
+
+Observer = Callable[[str, int, Logits], None]
+"""Told (request id, position, logits [vocab]) of every token before it is sampled."""
+
+
+class Scheduler:
+    """Single-threaded. Every request gets Admitted, then Tokens as they are sampled, then Done; or Failed."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, observer: Observer | None = None) -> None:
+        self.info: ModelInfo = engine.info
+        self.memory = engine.memory
+        self._runner = engine.runner
+        self._grid = engine.runner.model.manifest.grid
+        self._config = config
+        self._observer = observer
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+        self._outbox: list[Reply] = []
+        self._order = 0
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Progress, observer: Observer | None = None) -> Scheduler:
+        """Raises engine.weights.errors.CheckpointError."""
+        return cls(load_engine(config, progress), config, observer)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self._waiting or self._outbox)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its replies come out of ``step``. An impossible one yields Failed there."""
+        self._counts["requests"] += 1
+        failure = self._refuse(request)
+        if failure is not None:
+            self._counts["failed"] += 1
+            self._outbox.append(failure)
+            return
+        self._waiting.append(Sequence.of(request, self._order, self.info.context_length))
+        self._order += 1
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; what it computed is kept. Unknown ids are ignored: it may just have ended."""
+        for sequence in (*self._running, *self._waiting):
+            if sequence.request.id == request_id:
+                self._finish(sequence, "abort")
+                return
+
+    def step(self) -> list[Reply]:
+        """Admissions, or else one forward and sampling. [] when there was nothing to do."""
+        self._admit()
+        if not self._outbox:
+            self._forward()
+        replies, self._outbox = self._outbox, []
+        return replies
+
+    def stats(self) -> Stats:
+        gauges = {"running": float(len(self._running)), "waiting": float(len(self._waiting))}
+        return Stats({**gauges, **self.memory.gauges(), **{name: float(n) for name, n in self._counts.items()}})
+
+    # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _refuse(self, request: Request) -> Failed | None:
+        count, sampling = len(request.tokens), request.sampling
+        tokens = (*request.tokens, *(sampling.forced or ()), *(token for token, _ in sampling.logit_bias))
+        limit = self.info.context_length
+        if not request.tokens:
+            return Failed(request.id, "invalid", "the prompt is empty")
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            message = f"token ids must be in [0, {self.info.vocab_size})"
+            return Failed(request.id, "invalid", message, self.info.vocab_size)
+        if sampling.max_tokens < 0:
+            return Failed(request.id, "invalid", "max_tokens is negative")
+        if count >= limit:
+            message = f"the prompt has {count} tokens, the context is {limit} with at least one to generate"
+            return Failed(request.id, "context_length", message, limit)
+        if len(self._waiting) >= self._config.queue:
+            message = f"{len(self._waiting)} requests are waiting already"
+            return Failed(request.id, "overloaded", message, self._config.queue)
+        return None
+
+    def _admit(self) -> None:
+        """Admit in order of arrival; who waits for another's prefill, or does not fit yet, lets later ones pass only
+        in the first case."""
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._config.max_sequences:
+                return
+            request = sequence.request
+            plan = self.memory.plan(sequence.tokens, request.namespace)
+            if self._shared_by_another(sequence, plan.position):
+                continue
+            if not self.memory.fits(plan, sequence.pages_needed(), side=request.side):
+                if self._running:
+                    return
+                self._waiting.remove(sequence)
+                self._fail(sequence, "no room for a side request without evicting others")
+                continue
+            self._waiting.remove(sequence)
+            sequence.lease = self.memory.open(plan, request.session, side=request.side)
+            sequence.fed = plan.position
+            sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
+            for anchor in request.anchors:
+                wanted = Want(anchor.kind, anchor.priority, anchor.pinned)
+                self.memory.renew(sequence.lease, anchor.position // self._grid * self._grid, wanted)
+            self._running.append(sequence)
+            self._running.sort(key=lambda one: one.order)
+            if sequence.reuse is None:
+                sequence.reuse = plan.reuse
+                sequence.started = time.monotonic()
+                self._outbox.append(Admitted(request.id, plan.reuse))
+                self._counts["prompt_tokens"] += sequence.prompt
+                self._counts["resumed_tokens"] += plan.reuse.resumed
+                self._counts["replayed_tokens"] += plan.reuse.replayed
+                self._counts["new_tokens"] += plan.reuse.new
+            else:
+                self._counts["recomputed_tokens"] += len(sequence.tokens) - 1 - plan.position
+
+    def _shared_by_another(self, sequence: Sequence, resumed: int) -> bool:
+        """Whether a running prefill is about to compute a page or more that this one could then reuse; if so it is
+        asked to leave a checkpoint there."""
+        tokens = encode(sequence.tokens)
+        for other in self._running:
+            if other.request.namespace != sequence.request.namespace or other.remaining <= 1:
+                continue
+            shared = min(common_tokens(tokens, encode(other.tokens)), len(sequence.tokens) - 1)
+            position = shared // PAGE * PAGE
+            if position >= resumed + PAGE and position > other.fed:
+                other.want(position, BRANCH)
+                return True
+        return False
+
+    # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _forward(self) -> None:
+        shares = self._share_rows()
+        if not shares:
+            return
+        parts: list[Rows] = []
+        snapshots: list[list[tuple[int, int, Want]]] = []
+        for sequence, count in shares:
+            taken = self._take_snapshots(sequence, count)
+            snapshots.append(taken)
+            lease = _leased(sequence)
+            parts.append(
+                Rows(
+                    sequence.tokens[sequence.fed : sequence.fed + count],
+                    sequence.fed,
+                    lease.table,
+                    lease.slot,
+                    [(position - sequence.fed, slot) for position, slot, _ in taken],
+                    logits=count == sequence.remaining,
+                )
+            )
+        rows = iter(self._runner.forward(parts).numpy())
+        self._counts["steps"] += 1
+        for (sequence, count), taken in zip(shares, snapshots, strict=True):
+            self._counts["decoded_tokens" if sequence.decoding else "prefilled_tokens"] += count
+            sequence.fed += count
+            self.memory.advance(_leased(sequence), sequence.tokens, sequence.fed)
+            for position, slot, want in taken:
+                if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
+                    sequence.kept.add(position)
+            if sequence.remaining == 0:
+                self._sample(sequence, next(rows))
+
+    def _share_rows(self) -> list[tuple[Sequence, int]]:
+        """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk. Where pages
+        run out, the youngest gives way."""
+        filling = sum(not one.decoding for one in self._running)
+        budget = max(self._config.chunk_tokens - (len(self._running) - filling), filling)
+        shares: list[tuple[Sequence, int]] = []
+        for sequence in list(self._running):
+            if sequence not in self._running:
+                continue
+            count = 1
+            if not sequence.decoding:
+                count = min(sequence.remaining, -(-budget // filling))
+                budget, filling = budget - count, filling - 1
+            if self._make_room(sequence, sequence.fed + count):
+                shares.append((sequence, count))
+        return shares
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Pages for ``tokens`` tokens; False if the sequence itself had to stop."""
+        while not self.memory.grow(_leased(sequence), tokens):
+            victim = sequence if sequence.request.side else self._running[-1]
+            if len(self._running) > 1:
+                self._preempt(victim)
+            elif len(sequence.tokens) > sequence.prompt:
+                self._finish(sequence, "length")
+            else:
+                self._fail(sequence, "attention pages ran out; raise kv_bytes")
+            if sequence not in self._running:
+                return False
+        return True
+
+    def _take_snapshots(self, sequence: Sequence, count: int) -> list[tuple[int, int, Want]]:
+        """(position, slot, want) of the checkpoints to take within the next ``count`` tokens."""
+        taken: list[tuple[int, int, Want]] = []
+        for position in sorted(one for one in sequence.wanted if one <= sequence.fed + count):
+            want = sequence.wanted.pop(position)
+            slot = self.memory.reserve_slot(_leased(sequence), want)
+            if slot is not None:
+                taken.append((position, slot, want))
+            elif not self.memory.recurrent:
+                sequence.kept.add(position)
+        return taken
+
+    def _sample(self, sequence: Sequence, logits: Logits) -> None:
+        if not sequence.prefilled:
+            sequence.prefilled = time.monotonic()
+        request, position = sequence.request, len(sequence.tokens)
+        if self._observer is not None:
+            self._observer(request.id, position, np.array(logits))
+        if sequence.limit == 0 or request.sampling.forced == ():
+            self._finish(sequence, "length" if sequence.limit == 0 else "stop")
+            return
+        token, logprob = sequence.sampler.next(logits, position)
+        sequence.tokens.append(token)
+        logprobs: tuple[TokenLogprob, ...] = () if logprob is None else (logprob,)
+        self._outbox.append(Tokens(request.id, (token,), logprobs))
+        self._watch(sequence)
+        reason = sequence.ended(token)
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _watch(self, sequence: Sequence) -> None:
+        """Keep the state before a watched token sequence. While one of several tokens may be going on, the state
+        before its first token waits in a slot."""
+        longest = max((len(watch.tokens) for watch in sequence.request.watches), default=0)
+        sampled = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - longest) :]
+        going: set[int] = set()
+        for watch in sequence.request.watches:
+            want = Want(watch.kind, watch.priority)
+            for length in range(1, min(len(watch.tokens), len(sampled)) + 1):
+                if tuple(sampled[-length:]) != watch.tokens[:length]:
+                    continue
+                position = len(sequence.tokens) - length
+                if length == 1:
+                    self._hold_state(sequence, position, want)
+                if length < len(watch.tokens):
+                    going.add(position)
+                elif position in sequence.begun or not self.memory.recurrent:
+                    self._keep_state(sequence, position, want)
+        for position in set(sequence.begun) - going:
+            self.memory.give_back(sequence.begun.pop(position))
+
+    def _hold_state(self, sequence: Sequence, position: int, want: Want) -> None:
+        """Copy the live state, which is that at ``position``, aside."""
+        if position in sequence.begun:
+            return
+        lease = _leased(sequence)
+        slot = self.memory.reserve_slot(lease, want)
+        if slot is not None:
+            self._runner.copy_state(lease.slot, slot)
+            sequence.begun[position] = slot
+
+    def _keep_state(self, sequence: Sequence, position: int, want: Want) -> None:
+        """Make the state held for ``position`` a checkpoint."""
+        if not self.memory.recurrent:
+            sequence.kept.add(position)
+            return
+        slot = sequence.begun.pop(position)
+        if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
+            sequence.kept.add(position)
+
+    # ── endings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._release(sequence)
+        self._counts["aborted" if reason == "abort" else "finished"] += 1
+        reuse = sequence.reuse or self.memory.plan(sequence.tokens, sequence.request.namespace).reuse
+        kept = tuple(sorted(sequence.kept))
+        times = (sequence.prefill_seconds, sequence.decode_seconds)
+        self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._release(sequence)
+        self._counts["failed"] += 1
+        self._outbox.append(Failed(sequence.request.id, "overloaded", message))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue's head; its pages and state stay cached as far as memory allows."""
+        self._release(sequence)
+        self._waiting.appendleft(sequence)
+        self._counts["preempted"] += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence.lease is None:
+            return
+        for slot in sequence.begun.values():
+            self.memory.give_back(slot)
+        sequence.begun.clear()
+        sequence.wanted.clear()
+        if self.memory.close(sequence.lease, sequence.tokens, sequence.fed, TIP):
+            sequence.kept.add(sequence.fed)
+        sequence.lease = None
+        self._running.remove(sequence)
+
+
+def _leased(sequence: Sequence) -> Lease:
+    if sequence.lease is None:
+        raise RuntimeError("a sequence without memory cannot run")
+    return sequence.lease

@@ -1,0 +1,98 @@
+"""One request on its way through the scheduler."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from engine.api import PAGE, FinishReason, Request, Reuse
+from engine.memory.memory import Lease
+from engine.memory.states import Want
+from engine.sampling import Sampler
+
+TIP = Want("tip", 1.0, tip=True)
+"""Where a turn ended: the next turn most likely goes on here."""
+BRANCH = Want("branch", 0.5)
+"""Where a prompt left what was computed before: others may leave it there too."""
+LATTICE = Want("lattice", 0.0)
+LATTICE_TOKENS = 2048
+"""Distance of the checkpoints that long prefills leave in any case."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """``tokens``: prompt and sampled; the first ``fed`` of them are in the state. ``wanted``: checkpoints to take in
+    prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot)."""
+
+    request: Request
+    order: int
+    limit: int
+    """How many tokens may be sampled."""
+    tokens: list[int]
+    sampler: Sampler
+    fed: int = 0
+    lease: Lease | None = None
+    reuse: Reuse | None = None
+    wanted: dict[int, Want] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    """Positions at which checkpoints were kept."""
+    started: float = 0.0
+    prefilled: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request, order: int, context: int) -> Sequence:
+        limit = max(0, min(request.sampling.max_tokens, context - len(request.tokens)))
+        return cls(request, order, limit, list(request.tokens), Sampler(request.sampling, request.tokens))
+
+    @property
+    def prompt(self) -> int:
+        return len(self.request.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens not yet fed; 1 while decoding."""
+        return len(self.tokens) - self.fed
+
+    @property
+    def decoding(self) -> bool:
+        return self.remaining == 1 and len(self.tokens) > self.prompt
+
+    @property
+    def prefill_seconds(self) -> float:
+        return max(0.0, self.prefilled - self.started) if self.started else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return time.monotonic() - self.prefilled if self.prefilled else 0.0
+
+    def plan_checkpoints(self, resumed: int, divergence: int, grid: int) -> None:
+        """Choose what to keep in prefill: anchors, moved down to the grid, where the prompt diverged, and a lattice."""
+        end = len(self.tokens)
+        for position in range(-(-(resumed + 1) // LATTICE_TOKENS) * LATTICE_TOKENS, end, LATTICE_TOKENS):
+            self.want(position, LATTICE)
+        if resumed < divergence < self.prompt:
+            self.want(divergence // grid * grid, BRANCH)
+        for anchor in self.request.anchors:
+            self.want(anchor.position // grid * grid, Want(anchor.kind, anchor.priority, anchor.pinned))
+
+    def want(self, position: int, want: Want) -> None:
+        """Ask for a checkpoint at a position still to come."""
+        if not self.fed < position <= len(self.tokens):
+            return
+        old = self.wanted.get(position)
+        if old is None or (want.pinned, want.priority) > (old.pinned, old.priority):
+            self.wanted[position] = want
+
+    def ended(self, token: int) -> FinishReason | None:
+        """Whether the output ends with this token, just sampled."""
+        sampling = self.request.sampling
+        if token in sampling.stop_tokens:
+            return "stop"
+        if sampling.forced is not None and self.sampler.sampled >= len(sampling.forced):
+            return "stop"
+        return "length" if self.sampler.sampled >= self.limit else None
+
+    def pages_needed(self) -> int:
+        """Tokens that must have room before it starts: all known ones and the next."""
+        return -(-(len(self.tokens) + 1) // PAGE) * PAGE
