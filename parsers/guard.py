@@ -1,0 +1,64 @@
+"""Untrusted text: control tokens spelled in it must never become control tokens.
+
+Every string that comes from a client is broken up by a mark inside each control token it spells, and at an end that
+might complete one together with the template's own text. The marks are lone surrogates: no text contains them, they
+do not disturb the template, and the tokenizer removes them once the rendered text is split at intact control tokens,
+so that the pieces are encoded exactly as if they had never been there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+BREAK = "\udfff"
+MARK = "\udffe"
+"""Set around a text whose place in the rendered text is wanted."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Guard:
+    """Knows every string that must only come from the template."""
+
+    def __init__(self, trusted: Iterable[str]) -> None:
+        names = sorted({name for name in trusted if len(name) > 1}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) if names else "(?!)")
+        self._longest = len(names[0]) if names else 0
+        self._prefixes = frozenset(name[:n] for name in names for n in range(1, len(name)))
+        self._suffixes = frozenset(name[n:] for name in names for n in range(1, len(name)))
+
+    def text(self, text: str) -> str:
+        """``text``, harmless."""
+        text = _SURROGATES.sub("\ufffd", text)
+        count = 1
+        while count:  # again, because tokens may overlap
+            text, count = self._pattern.subn(_broken, text)
+        core = text.strip()
+        if not core:
+            return text
+        sizes = range(1, min(self._longest, len(core)) + 1)
+        head = BREAK if any(core[:n] in self._suffixes for n in sizes) else ""
+        tail = BREAK if any(core[-n:] in self._prefixes for n in sizes) else ""
+        return around(text, head, tail) if head or tail else text
+
+    def value(self, value: object) -> object:
+        """A JSON value with every string and key in it harmless."""
+        match value:
+            case str():
+                return self.text(value)
+            case dict():
+                return {self.text(str(key)): self.value(item) for key, item in value.items()}
+            case list() | tuple():
+                return [self.value(item) for item in value]
+        return value
+
+
+def around(text: str, head: str, tail: str) -> str:
+    """``text`` with strings put around its visible part, so that templates can still trim it."""
+    core = text.strip()
+    start = text.index(core)
+    return f"{text[:start]}{head}{core}{tail}{text[start + len(core) :]}"
+
+
+def _broken(match: re.Match[str]) -> str:
+    return match[0][0] + BREAK + match[0][1:]

@@ -1,0 +1,185 @@
+"""The input of the parser, and the one primitive that sees the edges between chunks.
+
+The parser is recursive descent written as generators: ``yield`` means "more input, please". Everything above ``until``,
+``literal`` and ``follows`` reads as if the whole text were there, so no chunking of the input can change what it does.
+
+A delimiter that is one token of the vocabulary travels in the buffer as a lone surrogate: text decoded from UTF-8 can
+never contain one, so the same characters spelled in ordinary tokens stay text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = Generator[None, None, T]
+Emit = Callable[[str], None]
+
+
+class Stops:
+    """A set of delimiters, compiled: the longest one wins where several begin at the same place."""
+
+    def __init__(self, *delimiters: str) -> None:
+        ordered = sorted({d for d in delimiters if d}, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
+        self.longest = len(ordered[0]) if ordered else 0
+        self.prefixes = frozenset(d[:n] for d in ordered for n in range(1, len(d)))
+        self.delimiters = frozenset(ordered)
+
+    def held(self, text: str) -> int:
+        """Where the suffix of ``text`` begins that may still become a (longer) delimiter; len(text) if none."""
+        for start in range(max(0, len(text) - self.longest + 1), len(text)):
+            if text[start:] in self.prefixes:
+                return start
+        return len(text)
+
+
+class Source:
+    """Buffered input with absolute character positions, each of which maps to a token."""
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.position = 0
+        """Characters consumed so far: the absolute position of ``buffer[0]``."""
+        self.at = 0
+        """Where the delimiter that ``until`` returned last begins."""
+        self.ended = False
+        self.natural = False
+        """The input ended because the model stopped, not because it was cut off."""
+        self.stop = ""
+        """The delimiter that was returned last; it lies at ``at``."""
+        self.log: list[str] | None = None
+        """Consumed text, while a call may still turn out to be text."""
+        self._edges: deque[tuple[int, int]] = deque([(0, 0)])
+        self._length = 0
+        self._tokens = 0
+
+    def push(self, text: str) -> None:
+        """Append the text of one more token (may be empty: an unfinished code point)."""
+        self.buffer += text
+        self._length += len(text)
+        self._tokens += 1
+        if text:
+            self._edges.append((self._length, self._tokens))
+
+    def append(self, text: str) -> None:
+        """Append text that belongs to the last token (the flush of an unfinished code point)."""
+        if text:
+            self.buffer += text
+            self._length += len(text)
+            self._edges.append((self._length, self._tokens))
+
+    def end(self, natural: bool) -> None:
+        self.ended, self.natural = True, natural
+
+    def token_at(self, position: int) -> tuple[int, bool, str]:
+        """(tokens before ``position``, exact, text of the straddling token past it).
+
+        ``position`` is that of the last stop (``at``) or of the next character (``position``).
+        """
+        edges = self._edges
+        before = edges[0]
+        for edge in edges:
+            if edge[0] > position:
+                if before[0] == position:
+                    return before[1], True, ""
+                known = self.stop + self.buffer if position == self.at else self.buffer
+                return before[1], False, known[: edge[0] - position]
+            before = edge
+        return before[1], True, ""
+
+    def advance(self, count: int) -> str:
+        text, self.buffer = self.buffer[:count], self.buffer[count:]
+        self.position += count
+        if self.log is not None:
+            self.log.append(text)
+        while len(self._edges) > 1 and self._edges[1][0] <= self.at:
+            self._edges.popleft()
+        return text
+
+    def _stop(self, text: str) -> str:
+        self.at, self.stop = self.position, text
+        return self.advance(len(text))
+
+    def until(self, stops: Stops, emit: Emit, hold_at_end: bool = False) -> Step[str | None]:
+        """Pass text to ``emit`` up to the first stop; consume and return the stop, or None at the end of the input.
+
+        Only a suffix that may still become a stop is held back. At the end it is text, except where ``hold_at_end``
+        says that half a delimiter must not appear (inside calls): then it is dropped.
+        """
+        while True:
+            match = stops.pattern.search(self.buffer)
+            keep = hold_at_end or not self.ended
+            hold = stops.held(self.buffer) if keep else len(self.buffer)
+            if match and (match.start() < hold or self.ended):
+                if match.start():
+                    emit(self.advance(match.start()))
+                return self._stop(match[0])
+            if hold:
+                self.at, self.stop = self.position + hold, ""
+                emit(self.advance(hold))
+            if self.ended:
+                self.advance(len(self.buffer))
+                self.at, self.stop = self.position, ""
+                return None
+            yield
+
+    def take(self, stops: Stops, limit: int | None = None) -> Step[tuple[str, str | None]]:
+        """The text up to the first stop, and the stop. Text longer than ``limit`` stops with (text, None)."""
+        parts: list[str] = []
+        if limit is None:
+            stop = yield from self.until(stops, parts.append)
+            return "".join(parts), stop
+        while True:
+            match = stops.pattern.search(self.buffer)
+            if match and match.start() < stops.held(self.buffer):
+                return self.advance(match.start()), self._stop(match[0])
+            if self.ended or len(self.buffer) > limit:
+                return self.buffer, None
+            yield
+
+    def peek(self) -> Step[str]:
+        """The next character, or "" at the end."""
+        while not self.buffer and not self.ended:
+            yield
+        return self.buffer[:1]
+
+    def space(self, characters: str = " \t\r\n") -> Step[None]:
+        """Consume layout."""
+        while True:
+            rest = self.buffer.lstrip(characters)
+            if rest != self.buffer:
+                self.advance(len(self.buffer) - len(rest))
+            if self.buffer or self.ended:
+                return
+            yield
+
+    def literal(self, text: str) -> Step[bool]:
+        """Consume exactly ``text`` if it comes next."""
+        while len(self.buffer) < len(text) and text.startswith(self.buffer) and not self.ended:
+            yield
+        if self.buffer.startswith(text):
+            self._stop(text)
+            return True
+        return False
+
+    def follows(self, texts: Iterable[str], limit: int = 64) -> Step[bool]:
+        """Does one of ``texts`` come next, after at most ``limit`` characters of white space? Consumes nothing.
+
+        A natural end of the input counts as following.
+        """
+        options = tuple(texts)
+        while True:
+            rest = self.buffer.lstrip(" \t\r\n")
+            if len(self.buffer) - len(rest) > limit:
+                return False
+            if rest.startswith(options):
+                return True
+            if self.ended:
+                return not rest and self.natural
+            if rest and not any(option.startswith(rest) for option in options):
+                return False
+            yield

@@ -1,0 +1,97 @@
+"""A checkpoint's own chat template, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class TemplateRefusal(Exception):
+    """The template does not render this conversation."""
+
+
+class TemplateMissing(Exception):
+    """The checkpoint has no usable chat template."""
+
+
+class ChatTemplate:
+    """Compiled once. ``strftime_now`` gives the time of loading, so that a prompt does not change over midnight."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        """Raises TemplateMissing when the source is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
+        frozen = now or datetime.now().astimezone()
+        environment.filters["tojson"] = _tojson
+        environment.filters["from_json"] = json.loads
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = frozen.strftime
+        environment.globals.update(special_tokens)
+        try:
+            self._template: Template = environment.from_string(source)
+        except TemplateError as error:
+            raise TemplateMissing(f"the chat template does not compile: {error}") from error
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate:
+        """From ``chat_template.jinja`` or ``tokenizer_config.json``. Raises TemplateMissing."""
+        try:
+            config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            config = {}
+        except (OSError, ValueError) as error:
+            raise TemplateMissing(f"tokenizer_config.json cannot be read: {error}") from error
+        path = directory / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            named = {entry.get("name"): entry.get("template") for entry in source}
+            source = named.get("tool_use") or named.get("default")
+        if not isinstance(source, str):
+            raise TemplateMissing(
+                f"{directory} has no chat template; put the model's chat_template.jinja into that directory"
+            )
+        tokens: dict[str, str] = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                tokens[name] = token
+        return cls(source, tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]], *, thinking: bool
+    ) -> str:
+        """The text with the generation prompt. Raises TemplateRefusal."""
+        try:
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=True, enable_thinking=thinking
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what training sees; here it only passes its body through."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
