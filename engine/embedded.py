@@ -152,7 +152,8 @@ def progress_bars() -> Iterator[Report]:
     try:
         yield report
     finally:
-        progress.stop()
+        if tasks:
+            progress.stop()
 
 
 def main(argv: list[str] | None = None) -> int:

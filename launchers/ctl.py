@@ -11,6 +11,7 @@ from rich.table import Table
 
 from launchers.running import get
 
+USED = ("cached", "held", "kept")
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -42,31 +43,28 @@ def show(body: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def sections(body: Mapping[str, Any], title: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The values of each (nested) object under its name, as (name, text); a used amount stands beside its bound."""
+    """The values of each (nested) object under its name, as (name, text)."""
     plain = {name: value for name, value in body.items() if not isinstance(value, Mapping)}
-    rows = [(name, text(name, value, plain)) for name, value in plain.items() if not is_bound(name, plain)]
-    if rows:
-        yield title, rows
+    if plain:
+        yield title, [(name, text(name, value, plain)) for name, value in plain.items()]
     for name, value in body.items():
         if isinstance(value, Mapping):
             yield from sections(value, f"{title} {name}".strip())
 
 
-def is_bound(name: str, values: Mapping[str, Any]) -> bool:
-    return name.endswith("_limit") and name.removesuffix("_limit") in values
-
-
 def text(name: str, value: Any, values: Mapping[str, Any]) -> str:
+    """``value`` for people; a used amount with its bound, which is the ``_total`` of the same thing."""
+    thing, _, state = name.rpartition("_")
+    bound = values.get(f"{thing}_total") if state in USED else None
     shown = amount(name, value)
-    limit = values.get(f"{name}_limit")
-    return shown if limit is None else f"{shown} of at most {amount(name, limit)}"
+    return shown if bound is None else f"{shown} of at most {amount(name, bound)}"
 
 
 def amount(name: str, value: Any) -> str:
-    """A number as people read it: binary units for names that end in ``bytes``, thousands apart otherwise."""
+    """A number as people read it: binary units where the name says bytes, thousands apart otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if name.endswith("bytes"):
+    if "bytes" in name:
         return in_bytes(value)
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3f}"
 

@@ -68,12 +68,12 @@ def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> 
         ) from error
     except ValueError as error:
         raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
-    if response.status_code in (401, 403):
-        raise ServerProblem(f"{url} refused the request: name the file with its key with --api-key-file FILE")
+    if response.status_code == 401:
+        raise ServerProblem(f"{url} wants an API key: name the file that holds it with --api-key-file FILE")
     if not isinstance(body, dict) or (response.is_error and not any_status):
         raise ServerProblem(
-            f"{url}{path} answered {response.status_code}: if this is ft, look at its log; "
-            "else name the right address with --url"
+            f"{url}{path} answered {response.status_code} ({response.text[:200]}): if this is ft, look at its log; "
+            "else name the right address with --url http://HOST:PORT"
         )
     return body
 
@@ -82,9 +82,12 @@ def find_server(url: str, api_key: str = "") -> RunningServer:
     """Ask the server at ``url`` for its model and context length. Raises ServerProblem."""
     try:
         first = get(url, "/v1/models", api_key)["data"][0]
-        return RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key)
+        server = RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerProblem(
-            f"what answers at {url} lists no model with a context length, so it is not ft or is still loading: "
-            "wait and try again, or name another with --url"
+            f"what answers at {url} is not ft (its models have no context length): name the right address with "
+            "--url http://HOST:PORT"
         ) from error
+    if server.context_length <= 0:
+        raise ServerProblem(f"the server at {url} has no worker yet: try again when `ft ctl health` says ok")
+    return server

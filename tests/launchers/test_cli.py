@@ -1,0 +1,255 @@
+"""The command ``ft`` as a process: help, errors, launching, and what it must not touch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from launchers import serve_options
+from launchers.cli import build_parser, main
+from launchers.running import DEFAULT_URL, ServerProblem
+from launchers.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from conftest import FakeServer
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    [],
+    ["serve"],
+    ["launch"],
+    ["launch", "claude"],
+    ["launch", "codex"],
+    ["demo"],
+    ["ctl"],
+    ["ctl", "health"],
+    ["ctl", "stats"],
+    ["checkpoint"],
+    ["bench"],
+]
+
+
+def ft(*arguments: str, path: Path | None = None, first: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ft; ``path`` replaces PATH, ``first`` comes first on the module path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(part) for part in (first, ROOT) if part)}
+    if path:
+        environment["PATH"] = str(path)
+    command = [sys.executable, "-P", "-m", "launchers.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!{sys.executable} -S\n{script}")
+    (folder / name).chmod(0o755)
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    found = sorted(path for path in folder.rglob("*"))
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in found}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        build_parser().parse_args([*command, "--help"])
+    examples = capsys.readouterr().out.partition("examples:")[2]
+    assert end.value.code == 0 and "\n  " + " ".join(["ft", *command]) in examples
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    for name in ("torch", "triton", "transformers", "numpy", "uvicorn"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')\n")
+    done = ft("--help", first=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    done = ft("--version")
+    assert done.stdout == f"ft {version}\n", done.stderr
+
+
+def test_no_command_is_a_usage_error() -> None:
+    done = ft()
+    assert done.returncode == 2 and "COMMAND" in done.stderr
+
+
+# -- serve ------------------------------------------------------------------------------------------------------------
+
+
+def settings(*arguments: str) -> ServeSettings:
+    return serve_options.settings(build_parser().parse_args(["serve", *arguments]))
+
+
+def test_serve_without_flags_keeps_every_default() -> None:
+    assert settings() == ServeSettings()
+    assert f"http://{ServeSettings().host}:{ServeSettings().port}" == DEFAULT_URL
+
+
+def test_serve_flags_become_settings(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n two \n\n")
+    line = (
+        f"--model m --model-name n --family hermes --context-length 4096 --max-output-tokens 9 --script s --host ::1 "
+        f"--port 0 --api-key-file {tmp_path / 'keys'} --ready-file r --cache c --runtime-dir d --kv-bytes 1.5g "
+        "--checkpoint-bytes 512MiB --max-sequences 3 --max-sessions 4 --queue 5 --dtype float32 --kernels reference "
+        "--instruction-set scalar --threads 2 --chunk-tokens 128"
+    )
+    assert settings(*line.split()) == ServeSettings(
+        model=Path("m"),
+        model_name="n",
+        family="hermes",
+        context_length=4096,
+        max_output_tokens=9,
+        script=Path("s"),
+        host="::1",
+        port=0,
+        api_keys=("one", "two"),
+        ready_file=Path("r"),
+        cache=Path("c"),
+        runtime_dir=Path("d"),
+        kv_bytes=3 << 29,
+        checkpoint_bytes=512 << 20,
+        max_sequences=3,
+        max_sessions=4,
+        queue=5,
+        dtype="float32",
+        kernels="reference",
+        instruction_set="scalar",
+        threads=2,
+        chunk_tokens=128,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "g", "0", "-1g", "x", "nan", "1e999", "1p"])
+def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings(f"--kv-bytes={text}")
+    assert "is not a size" in capsys.readouterr().err
+
+
+def test_wrong_values_name_their_flags(tmp_path: Path) -> None:
+    with pytest.raises(ServerProblem, match=r"--port: .*65535; --threads: .*ft serve --help"):
+        settings("--port", "70000", "--threads", "-1")
+    with pytest.raises(ServerProblem, match=r"cannot read API keys .*--api-key-file"):
+        settings("--api-key-file", str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ServerProblem, match="holds no API key"):
+        settings("--api-key-file", str(tmp_path / "empty"))
+
+
+# -- launch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", ["claude", "codex"])
+def test_dry_run_shows_everything_and_touches_nothing(
+    agent: str, fake_server: FakeServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    monkeypatch.chdir(home)
+    ran = tmp_path / "ran"
+    folder = program(tmp_path / "bin", agent, f"open({str(ran)!r}, 'w')\n")
+    before = snapshot(home)
+    done = ft("launch", agent, "--url", fake_server.url, "--dry-run", "--", "-p", "two words", path=folder)
+    assert done.returncode == 0, done.stderr
+    assert snapshot(home) == before and not ran.exists()
+    assert f"run     {agent} -p 'two words'" in done.stdout
+    assert "remove  OPENAI_API_KEY" in done.stdout and "sk-mine" not in done.stdout
+    assert (
+        "65536" in done.stdout and fake_server.url in done.stdout and f"{home}/.local/state/ft/{agent}" in done.stdout
+    )
+
+
+def test_dry_run_works_without_the_client(fake_server: FakeServer, home: Path, tmp_path: Path) -> None:
+    done = ft("launch", "codex", "--url", fake_server.url, "--dry-run", path=tmp_path)
+    assert done.returncode == 0 and "(codex is not installed)" in done.stdout
+    done = ft("launch", "codex", "--url", fake_server.url, path=tmp_path)
+    assert done.returncode == 1 and "npm install -g @openai/codex@0.169.0" in done.stderr
+    assert not (home / ".local").exists()
+
+
+def test_launch_gives_the_child_its_environment_and_returns_its_exit_code(
+    fake_server: FakeServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-mine")
+    monkeypatch.setenv("AWS_REGION", "eu")
+    folder = program(
+        tmp_path / "bin",
+        "codex",
+        "import os, sys\n"
+        "print(sys.argv[1:], os.environ['FT_API_KEY'], os.environ['CODEX_HOME'])\n"
+        "print([name for name in os.environ if name.startswith(('ANTHROPIC', 'AWS'))])\n"
+        "sys.exit(7)\n",
+    )
+    users = {path: value for path, value in snapshot(home).items() if ".local" not in path}
+    done = ft("launch", "codex", "--url", fake_server.url, "--", "exec", "--", "x", path=folder)
+    own = home / ".local" / "state" / "ft" / "codex"
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"['exec', '--', 'x'] ft-local {own}\n[]\n"
+    assert sorted(path.name for path in own.iterdir()) == ["config.toml", "model_catalog.json"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (own, *own.iterdir()))
+    after = snapshot(home)
+    assert {path: after[path][1] for path in users} == {path: value[1] for path, value in users.items()}
+
+
+def test_a_signal_reaches_the_client(fake_server: FakeServer, home: Path, tmp_path: Path) -> None:
+    script = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        "print('up', flush=True)\n"
+        "signal.pause()\n"
+    )
+    folder = program(tmp_path / "bin", "claude", script)
+    command = [sys.executable, "-P", "-m", "launchers.cli", "launch", "claude", "--url", fake_server.url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(folder)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 42
+    assert (home / ".local/state/ft/claude/.claude.json").exists()
+
+
+def test_claudes_own_state_is_kept(fake_server: FakeServer, home: Path, tmp_path: Path) -> None:
+    folder = program(tmp_path / "bin", "claude", "")
+    state = home / ".local/state/ft/claude/.claude.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"theirs": 1}')
+    done = ft("launch", "claude", "--url", fake_server.url, path=folder)
+    assert done.returncode == 0 and state.read_text() == '{"theirs": 1}'
+
+
+@pytest.mark.parametrize("arguments", [("launch", "claude"), ("launch", "codex", "--dry-run"), ("ctl", "health")])
+def test_no_server_names_ft_serve(arguments: tuple[str, ...], home: Path) -> None:
+    done = ft(*arguments, "--url", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ") and "`ft serve`" in done.stderr
+    assert not (home / ".local").exists()
+
+
+# -- commands of the engine -------------------------------------------------------------------------------------------
+
+
+def test_engine_commands_become_the_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: became.append(command))
+    main(["bench", "decode", "--batch", "4", "--help"])
+    main(["checkpoint", "tiny", "qwen3_5_moe", "out", "--seed", "1"])
+    python = [sys.executable, "-P", "-m"]
+    assert became == [
+        [*python, "engine.bench", "decode", "--batch", "4", "--help"],
+        [*python, "engine.checkpoint", "tiny", "qwen3_5_moe", "out", "--seed", "1"],
+    ]
+
+
+def test_an_unknown_engine_command_lists_the_known_ones() -> None:
+    wrong = ft("bench", "encode")
+    assert wrong.returncode == 2 and "decode" in wrong.stderr and "prefill" in wrong.stderr

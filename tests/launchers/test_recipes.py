@@ -1,0 +1,258 @@
+"""The recipes as data: exact environment, command line and files of each harness."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.agents import claude, codex, toml
+from launchers.agents.common import (
+    Launch,
+    LaunchError,
+    PlannedFile,
+    child_environment,
+    cloud_variables,
+    describe,
+    without_proxy,
+)
+from launchers.running import RunningServer
+
+SERVER = RunningServer("http://127.0.0.1:8123", "local-moe", 65536)
+
+CLAUDE = {
+    "ANTHROPIC_BASE_URL": "http://127.0.0.1:8123",
+    "ANTHROPIC_AUTH_TOKEN": "ft-local",
+    "ANTHROPIC_API_KEY": "",
+    "ANTHROPIC_MODEL": "local-moe",
+    "ANTHROPIC_DEFAULT_OPUS_MODEL": "local-moe",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL": "local-moe",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL": "local-moe",
+    "CLAUDE_CODE_SUBAGENT_MODEL": "local-moe",
+    "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "16384",
+    "API_TIMEOUT_MS": "3000000",
+    "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",
+    "API_FORCE_IDLE_TIMEOUT": "0",
+    "DISABLE_AUTOUPDATER": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_ERROR_REPORTING": "1",
+    "CLAUDE_CODE_DISABLE_FEEDBACK_SURVEY": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+    "CLAUDE_CONFIG_DIR": "/state/ft/claude",
+}
+
+CODEX = {
+    "model": "local-moe",
+    "model_provider": "ft",
+    "model_catalog_json": "/state/ft/codex/model_catalog.json",
+    "web_search": "disabled",
+    "model_providers": {
+        "ft": {
+            "name": "ft",
+            "base_url": "http://127.0.0.1:8123/v1",
+            "wire_api": "responses",
+            "env_key": "FT_API_KEY",
+            "stream_idle_timeout_ms": 3600000,
+            "stream_max_retries": 2,
+            "request_max_retries": 2,
+        }
+    },
+    "features": {
+        "goals": False,
+        "plugins": False,
+        "apps": False,
+        "skill_search": False,
+        "daemon_auto_start": False,
+    },
+    "skills": {"bundled": {"enabled": False}},
+    "agents": {"enabled": False},
+    "analytics": {"enabled": False},
+}
+
+ENVIRON = {"PATH": "/bin", "XDG_STATE_HOME": "/state"}
+
+
+def file_of(launch: Launch, name: str) -> PlannedFile:
+    return next(file for file in launch.files if file.path.name == name)
+
+
+def test_claude_environment_and_command() -> None:
+    launch = claude.plan(SERVER, ("-p", "say hi"), ENVIRON)
+    assert launch.command == ("claude", "-p", "say hi")
+    assert dict(launch.environment) == CLAUDE
+    assert launch.files == (
+        PlannedFile(Path("/state/ft/claude/.claude.json"), '{"hasCompletedOnboarding": true}\n', True),
+    )
+    assert launch.removed == () and launch.warnings == ()
+
+
+def test_claude_with_a_home_of_the_users_writes_nothing() -> None:
+    launch = claude.plan(SERVER, (), ENVIRON, home=Path("/home/me/.claude"), program="/opt/claude")
+    assert launch.command == ("/opt/claude",) and launch.files == ()
+    assert launch.environment["CLAUDE_CONFIG_DIR"] == "/home/me/.claude"
+
+
+def test_claude_never_asks_for_more_output_than_half_the_context() -> None:
+    small = claude.plan(RunningServer("http://127.0.0.1:1", "m", 8192), (), ENVIRON)
+    assert small.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "4096"
+    assert small.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
+    assert "too short for Claude Code" in small.warnings[0] and "--context-length" in small.warnings[0]
+
+
+def test_codex_files_environment_and_command() -> None:
+    launch = codex.plan(SERVER, ("exec", "say hi"), ENVIRON)
+    assert launch.command == ("codex", "exec", "say hi")
+    assert dict(launch.environment) == {
+        "CODEX_HOME": "/state/ft/codex",
+        "FT_API_KEY": "ft-local",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+    assert tomllib.loads(file_of(launch, "config.toml").text) == CODEX
+    (entry,) = json.loads(file_of(launch, "model_catalog.json").text)["models"]
+    assert (entry["slug"], entry["context_window"], entry["max_context_window"]) == ("local-moe", 65536, 65536)
+    assert (entry["apply_patch_tool_type"], entry["shell_type"]) == ("freeform", "unified_exec")
+    assert "*** Begin Patch" in entry["base_instructions"]
+
+
+def test_codex_with_a_home_of_the_users_writes_only_the_catalog() -> None:
+    launch = codex.plan(SERVER, ("exec",), ENVIRON, home=Path("/home/me/.codex"))
+    assert launch.environment["CODEX_HOME"] == "/home/me/.codex"
+    assert [file.path for file in launch.files] == [Path("/state/ft/codex/model_catalog.json")]
+    assert launch.command[0] == "codex" and launch.command[-1] == "exec"
+    flags = launch.command[1:-1]
+    assert set(flags[::2]) == {"-c"}
+    assert tomllib.loads("\n".join(flags[1::2])) == CODEX
+
+
+def test_codex_with_a_catalog_of_the_users() -> None:
+    launch = codex.plan(SERVER, (), ENVIRON, catalog=Path("/mine.json"))
+    assert [file.path.name for file in launch.files] == ["config.toml"]
+    assert tomllib.loads(launch.files[0].text)["model_catalog_json"] == "/mine.json"
+
+
+def test_codex_keeps_what_was_added_to_its_configuration(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    path = tmp_path / "ft" / "codex" / "config.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        'model = "old"\nnotify = ["a", "b\\"c"]\n[projects."/my \\"repo\\""]\ntrust_level = "trusted"\n'
+        "[features]\ngoals = true\nother = true\n[[hooks.list]]\nname = 'x'\n[empty]\n"
+    )
+    written = tomllib.loads(file_of(codex.plan(SERVER, (), environ), "config.toml").text)
+    assert written["model"] == "local-moe" and written["notify"] == ["a", 'b"c']
+    assert written["projects"] == {'/my "repo"': {"trust_level": "trusted"}}
+    assert written["features"] == {**CODEX["features"], "other": True}  # type: ignore[dict-item]
+    assert written["hooks"] == {"list": [{"name": "x"}]} and written["empty"] == {}
+
+
+def test_codex_with_a_broken_configuration_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "ft" / "codex" / "config.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text("model = ")
+    with pytest.raises(LaunchError, match=r"config\.toml .*delete it"):
+        codex.plan(SERVER, (), {"XDG_STATE_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": -2.5, "c": True, "d": 'ü \u007f \\ " \n\t'},
+        {"t": {"u": {"v": {}}}, "a b": {"c.d": [1, 2], "e": ["x", ["y"]]}},
+        {"list": [{"x": 1, "y z": [{}]}], "after": {"k": False}},
+    ],
+)
+def test_toml_reads_back(value: dict[str, Any]) -> None:
+    assert tomllib.loads(toml.document(value)) == value
+
+
+def test_cloud_variables_go_and_others_stay() -> None:
+    inherited = {
+        "PATH": "/bin",
+        "ANTHROPIC_API_KEY": "sk",
+        "ANTHROPIC_BEDROCK_BASE_URL": "x",
+        "CLAUDE_CODE_USE_BEDROCK": "1",
+        "CLAUDECODE": "1",
+        "OPENAI_API_KEY": "sk",
+        "OPENAI_BASE_URL": "x",
+        "CODEX_HOME": "/mine",
+        "AWS_PROFILE": "p",
+        "GOOGLE_APPLICATION_CREDENTIALS": "f",
+        "GEMINI_API_KEY": "k",
+        "AZURE_OPENAI_API_KEY": "k",
+        "CLOUD_ML_REGION": "r",
+        "VERTEX_REGION_X": "r",
+        "EDITOR": "vi",
+        "AWSOME": "not a cloud",
+    }
+    removed = cloud_variables(inherited, keep=("AWS_PROFILE",))
+    assert set(inherited) - set(removed) == {"PATH", "EDITOR", "AWSOME", "AWS_PROFILE"}
+    child = child_environment(claude.plan(SERVER, (), {**inherited, **ENVIRON}, keep=("AWS_PROFILE",)), inherited)
+    assert child == {"PATH": "/bin", "EDITOR": "vi", "AWSOME": "not a cloud", "AWS_PROFILE": "p", **CLAUDE}
+
+
+def test_a_kept_variable_wins_over_the_recipe() -> None:
+    environ = {**ENVIRON, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "999"}
+    launch = claude.plan(SERVER, (), environ, keep=("CLAUDE_CODE_MAX_OUTPUT_TOKENS", "API_TIMEOUT_MS"))
+    child = child_environment(launch, environ)
+    assert child["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "999"
+    assert child["API_TIMEOUT_MS"] == "3000000"  # was not set, so there is nothing to keep
+
+
+def test_no_proxy_is_extended() -> None:
+    assert without_proxy({"no_proxy": "corp.example"}, SERVER)["NO_PROXY"] == "corp.example,127.0.0.1,localhost"
+    server = RunningServer("http://box:8000", "m", 1)
+    assert without_proxy({"NO_PROXY": "localhost"}, server)["no_proxy"] == "localhost,127.0.0.1,box"
+
+
+def test_a_key_is_sent_but_never_shown() -> None:
+    server = RunningServer("http://127.0.0.1:1", "m", 65536, api_key="secret-key")
+    for launch, name in (
+        (claude.plan(server, (), ENVIRON), "ANTHROPIC_AUTH_TOKEN"),
+        (codex.plan(server, (), ENVIRON), "FT_API_KEY"),
+    ):
+        assert launch.environment[name] == "secret-key"
+        assert "secret-key" not in describe(launch, {"AWS_SECRET_ACCESS_KEY": "aws-secret"})
+
+
+def node(folder: Path, version: str) -> dict[str, str]:
+    (folder / "node").write_text(f"#!/bin/sh\necho {version}\n")
+    (folder / "claude").write_text("#!/bin/sh\n")
+    for name in ("node", "claude"):
+        (folder / name).chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+def test_an_old_node_is_named_with_its_fix(tmp_path: Path) -> None:
+    environ = node(tmp_path, "v20.11.0")
+    warning = claude.node_warning("claude", environ)
+    assert warning and "Node is 20" in warning and "npm install -g node@22" in warning and "2.1.332" in warning
+    assert claude.node_warning("claude", node(tmp_path, "v22.0.0")) is None
+    (tmp_path / "claude").unlink()
+    with pytest.raises(LaunchError, match=r"with: npm install -g @anthropic-ai/claude-code@2\.1\.332$"):
+        claude.check_installed("claude", environ)
+    (tmp_path / "node").write_text("#!/bin/sh\necho v18.1.0\n")
+    with pytest.raises(LaunchError, match=r"Node 18 is too old.*npm install -g node@22 && npm install -g @anthropic"):
+        claude.check_installed("claude", environ)
+    (tmp_path / "node").unlink()
+    with pytest.raises(LaunchError, match="Node was not found"):
+        claude.check_installed("claude", environ)
+
+
+def test_codex_not_installed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"npm install -g @openai/codex@0\.169\.0"):
+        codex.check_installed("codex", {"PATH": str(tmp_path)})
+
+
+def test_the_command_shown_can_be_pasted() -> None:
+    launch = codex.plan(SERVER, ("exec", "it's $HOME"), ENVIRON)
+    line = describe(launch, {}).splitlines()[-2].removeprefix("run     ")
+    shown = subprocess.run(["/bin/sh", "-c", line.replace("codex", "printf '%s|'", 1)], capture_output=True, text=True)
+    assert shown.stdout == "exec|it's $HOME|"
