@@ -31,14 +31,16 @@ class Display:
     def loading(self) -> Iterator[Show]:
         """One bar, which says what is being loaded; without a terminal, one line for each thing."""
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
-        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
+        terminal = self._console.is_terminal
+        bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True, disable=not terminal)
+        with bars as progress:
             bar = progress.add_task("starting")
             shown = ""
 
             def show(what: str, done: int, total: int) -> None:
                 nonlocal shown
                 progress.update(bar, description=f"loading: {what}", completed=done, total=max(total, 1))
-                if what != shown and not self._console.is_terminal:
+                if what != shown and not terminal:
                     self.note(f"loading: {what}")
                 shown = what
 

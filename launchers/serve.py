@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from parsers.load import Family, FamilyError, load_family
 from pydantic import ValidationError
-from server.app import create_app
-from sessions.tracker import Sessions
 
 from engine.api import ModelInfo
 from engine.client import EngineClient
@@ -25,9 +22,12 @@ from launchers.display import Display
 from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
 from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
+from parsers.load import Family, FamilyError, load_family
+from server.app import create_app
 from server.script import Script, ScriptError
 from server.settings import LOOPBACK_HOSTS, ServerSettings
 from server.state import ServerState
+from sessions.tracker import Sessions
 
 BACKLOG = 1024
 DRAIN_SECONDS = 5
