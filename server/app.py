@@ -1,0 +1,125 @@
+"""The application: routes, and what happens to errors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from server import control, endpoint, errors
+from server.auth import Guard
+from server.errors import ApiError
+from server.protocols import chat
+from server.protocols.anthropic import ANTHROPIC
+from server.protocols.base import WireProtocol
+from server.protocols.chat_events import logprob_format
+from server.protocols.responses import RESPONSES
+from server.state import ServerState
+
+_log = logging.getLogger(__name__)
+_HTTP_KINDS: dict[int, errors.ErrorKind] = {404: "not_found", 405: "method"}
+_NO_WEBSOCKET = "this server speaks the Responses protocol over HTTP; POST /v1/responses"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(state: ServerState) -> Starlette:
+    """The ASGI application around a running engine client. Starting and stopping the engine is its owner's business."""
+    started = time.time()
+
+    def generation(protocol: WireProtocol) -> Handler:
+        async def handle(request: Request) -> Response:
+            return await endpoint.answer(request, state, protocol)
+
+        return handle
+
+    async def count_tokens(request: Request) -> Response:
+        return await endpoint.count(request, state)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(control.models(state, started))
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(control.model(state, request.path_params["id"], started))
+
+    async def health(request: Request) -> Response:
+        return control.health(state)
+
+    async def stats(request: Request) -> Response:
+        return JSONResponse(await control.stats(state))
+
+    async def sessions(request: Request) -> Response:
+        return JSONResponse(control.sessions(state))
+
+    async def session(request: Request) -> Response:
+        return control.session(state, request)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        state.counters.errors += 1
+        return _error_response(request, error)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        _log.info("serving %s", ", ".join(state.settings.models))
+        yield
+        _log.info("stopped; %d generations were open", state.counters.open_generations)
+
+    decode = state.family.tokenizer.decode
+    return Starlette(
+        routes=[
+            Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/v1/responses", _refuse_upgrade, methods=["GET"]),
+            Route("/v1/responses", generation(RESPONSES), methods=["POST"]),
+            WebSocketRoute("/v1/responses", _deny_websocket),
+            Route("/v1/chat/completions", generation(chat.reader(logprob_format(decode))), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{id:path}", model),
+            Route("/v1/sessions", sessions),
+            Route("/v1/sessions/{id}", session, methods=["GET", "DELETE"]),
+            Route("/v1/stats", stats),
+            Route("/health", health),
+        ],
+        middleware=[Middleware(Guard, settings=state.settings)],
+        exception_handlers={ApiError: fail, HTTPException: fail, Exception: fail},
+        lifespan=lifespan,
+    )
+
+
+async def _refuse_upgrade(request: Request) -> Response:
+    """Codex asks for a WebSocket first, and takes 426 for an answer."""
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        raise ApiError("upgrade", _NO_WEBSOCKET)
+    raise ApiError("method", "GET /v1/responses does not exist: responses are not stored")
+
+
+async def _deny_websocket(websocket: WebSocket) -> None:
+    await websocket.send_denial_response(errors.response(ApiError("upgrade", _NO_WEBSOCKET), "openai"))
+
+
+def _error_response(request: Request, error: Exception) -> Response:
+    """In the caller's protocol. What went wrong inside the server is for the log only."""
+    path = request.url.path
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    match error:
+        case ApiError():
+            ours = error
+        case HTTPException():
+            kind = _HTTP_KINDS.get(error.status_code, "invalid")
+            ours = ApiError(kind, f"{request.method} {path}: {error.detail}")
+        case _:
+            _log.error("%s %s failed", request.method, path, exc_info=error)
+            ours = ApiError("internal", "internal error; the server's log has the details")
+    shape = errors.shape_of(path, headers)
+    level = logging.WARNING if errors.status(ours, shape) >= 500 else logging.INFO
+    _log.log(level, "%s %s: %d %s", request.method, path, errors.status(ours, shape), ours.message)
+    return errors.response(ours, shape)

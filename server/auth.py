@@ -1,0 +1,85 @@
+"""Who may talk to the server: names in ``Host`` and ``Origin``, then API keys.
+
+A web page that rebinds its own name to the loopback address still sends its own name as ``Host``; that, and any foreign
+``Origin``, is refused before a key is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server import errors
+from server.errors import ApiError
+from server.settings import ServerSettings
+
+_log = logging.getLogger(__name__)
+_OPEN_PATHS = ("/health",)
+"""Answered without a key, so that a supervisor needs none."""
+
+
+class Guard:
+    """Wraps the application. A request that passes carries its key's cache namespace in ``scope["state"]``."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower().strip("[]") for host in settings.allowed_hosts)
+        self._keys = tuple(_digest(key) for key in settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_names(headers)
+            namespace = "" if scope["path"] in _OPEN_PATHS else self._namespace(headers)
+        except ApiError as error:
+            _log.warning("refused %s %s: %s", scope.get("method", "websocket"), scope["path"], error.message)
+            await errors.response(error, errors.shape_of(scope["path"], headers))(scope, receive, send)
+            return
+        scope.setdefault("state", {})["namespace"] = namespace
+        await self._app(scope, receive, send)
+
+    def _check_names(self, headers: Headers) -> None:
+        if not self._hosts:
+            return
+        host = _name(f"//{headers.get('host', '')}")
+        if host not in self._hosts:
+            raise ApiError("forbidden", f"the Host header names {host!r}, which is not a name of this server")
+        origin = headers.get("origin")
+        if origin is not None and _name(origin) not in self._hosts:
+            raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
+
+    def _namespace(self, headers: Headers) -> str:
+        """The cache namespace of the caller's key; "" where no keys are configured."""
+        if not self._keys:
+            return ""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        offered = _digest(token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        known = False
+        for key in self._keys:
+            known |= hmac.compare_digest(key, offered)
+        if not known:
+            raise ApiError(
+                "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
+        return offered.hex()[:16]
+
+
+def _digest(key: str) -> bytes:
+    """Keys are compared as digests, which have one length."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _name(url: str) -> str:
+    """The host name in a URL, lower-case; "" if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

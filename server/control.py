@@ -1,0 +1,98 @@
+"""Looking at the server: models, health, sessions, numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.client import EngineError
+from server.errors import ApiError
+from server.state import ServerState
+
+
+def models(state: ServerState, started: float) -> dict[str, Any]:
+    """One list that satisfies both SDKs."""
+    entries = [_model(state, name, started) for name in state.settings.models]
+    return {
+        "object": "list",
+        "data": entries,
+        "has_more": False,
+        "first_id": entries[0]["id"],
+        "last_id": entries[-1]["id"],
+    }
+
+
+def model(state: ServerState, name: str, started: float) -> dict[str, Any]:
+    if name not in state.settings.models:
+        raise ApiError("model", f"model {name!r} does not exist; see GET /v1/models")
+    return _model(state, name, started)
+
+
+def _model(state: ServerState, name: str, started: float) -> dict[str, Any]:
+    info = state.engine.info
+    limits = [size for size in (state.settings.context_length, info.context_length if info else 0) if size]
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "owned_by": "local",
+        "created": int(started),
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "context_length": min(limits, default=0),
+        "max_output_tokens": state.settings.max_output_tokens or min(limits, default=0),
+    }
+
+
+def health(state: ServerState) -> JSONResponse:
+    """200 while a worker is connected, else 503; the same fields in both cases."""
+    info = state.engine.info
+    return JSONResponse(
+        {
+            "status": "ok" if info else "no_worker",
+            "worker": "ready" if info else "absent",
+            "incarnation": info.incarnation if info else None,
+            "architecture": info.architecture if info else None,
+            "model": state.settings.model_name,
+            "workers_lost": state.engine.lost,
+        },
+        status_code=200 if info else 503,
+    )
+
+
+async def stats(state: ServerState) -> dict[str, Any]:
+    """Counters and gauges of the three rooms. ``engine`` is null while there is no worker."""
+    engine: Mapping[str, float] | None
+    try:
+        engine = (await state.engine.stats()).values
+    except EngineError:
+        engine = None
+    return {
+        "engine": engine,
+        "sessions": state.sessions.stats(),
+        "server": {**state.counters.values(), "workers_lost": state.engine.lost},
+    }
+
+
+def sessions(state: ServerState) -> dict[str, Any]:
+    return {"object": "list", "data": [asdict(summary) for summary in state.sessions.list()]}
+
+
+def session(state: ServerState, request: Request) -> Response:
+    """GET shows a session, DELETE forgets it."""
+    session_id = request.path_params["id"]
+    if request.method == "DELETE":
+        found = state.sessions.forget(session_id)
+        answer: dict[str, Any] = {"id": session_id, "deleted": True}
+    else:
+        detail = state.sessions.get(session_id)
+        found = detail is not None
+        answer = {} if detail is None else asdict(detail)
+    if not found:
+        raise ApiError("not_found", f"there is no session {session_id!r}; see GET /v1/sessions")
+    return JSONResponse(answer)

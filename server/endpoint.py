@@ -1,0 +1,125 @@
+"""From an HTTP request to an answer, for every wire protocol alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from anyio import CancelScope
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from server import errors, generate
+from server.errors import ApiError
+from server.generate import Generation
+from server.protocols import anthropic
+from server.protocols.base import Inbound, WireProtocol
+from server.sse import EventStream, dump
+from server.state import ServerState
+
+_T = TypeVar("_T")
+
+
+async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
+    """Answers one generation request, as a stream or whole. Raises ApiError."""
+    state.counters.requests += 1
+    body = await read_body(request, state.settings.max_body_bytes)
+    try:
+        inbound = protocol.read(body, _headers(request), request.state.namespace)
+    except ValidationError as error:
+        raise ApiError.from_validation(error) from error
+    check_model(state, inbound.meta.model)
+    try:
+        return await _unless_disconnected(request, _answer(state, inbound))
+    except ClientDisconnect:
+        state.counters.disconnects += 1
+        return Response(status_code=499)  # nobody is left to read it
+
+
+async def _answer(state: ServerState, inbound: Inbound) -> Response:
+    generation = await generate.start(state, inbound.meta, inbound.conversation, inbound.options)
+    request_headers = errors.request_id_headers(errors.new_request_id())
+    if inbound.stream:
+        return EventStream(state, generation, inbound.writer, {**request_headers, **generation.headers})
+    try:
+        body = await _whole(generation, inbound)
+    finally:
+        with CancelScope(shield=True):
+            await generation.close()
+    headers = {**request_headers, **generation.headers}
+    return Response(dump(body), media_type="application/json", headers=headers)
+
+
+async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
+    async for events in generation:
+        for event in events:
+            inbound.writer.write(event)
+    return inbound.writer.body()
+
+
+async def read_body(request: Request, limit: int) -> object:
+    """The parsed JSON body. Raises ApiError when it is no JSON, or as soon as it shows to exceed ``limit`` bytes."""
+    too_large = ApiError("too_large", f"request body is larger than the {limit} bytes this server accepts")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ApiError("invalid", f"content-encoding {encoding!r} is not supported")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise too_large
+    try:
+        return from_json(bytes(data), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
+
+
+def check_model(state: ServerState, model: str) -> None:
+    if model not in state.settings.models:
+        raise ApiError(
+            "model",
+            f"model {model!r} does not exist; this server has {', '.join(state.settings.models)}",
+            param="model",
+        )
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of ``work``, which is cancelled when the client goes away first: that raises ClientDisconnect."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for side in (task, gone):
+            side.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def count(request: Request, state: ServerState) -> JSONResponse:
+    """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
+    body = await read_body(request, state.settings.max_body_bytes)
+    try:
+        meta, conversation, thinking = anthropic.read_count(body, _headers(request), request.state.namespace)
+    except ValidationError as error:
+        raise ApiError.from_validation(error) from error
+    check_model(state, meta.model)
+    prompt = await generate.render(state, state.sessions.normalise(meta, conversation), thinking)
+    return JSONResponse({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))

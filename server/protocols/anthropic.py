@@ -1,0 +1,259 @@
+"""Anthropic Messages: requests in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from server.generate import Options
+from server.protocols.anthropic_events import AnthropicWriter
+from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from sessions.tracker import RequestMeta
+
+_CLOSING_TEXT = "(no answer)"
+"""Claude Code drops an answer of nothing but thinking and edits its history; it must see some text."""
+
+
+def _blocks(value: object) -> object:
+    """A string is short for one text block."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Text(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class _Thinking(Wire):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class _Redacted(Wire):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class _ToolUse(Wire):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+class _Media(Wire):
+    type: Literal["image", "document"]
+
+
+class _ToolReference(Wire):
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+_Nested = Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")]
+
+
+class _ToolResult(Wire):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: Annotated[list[_Nested], BeforeValidator(_blocks)] = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+_Content = Annotated[_Text | _Thinking | _Redacted | _ToolUse | _ToolResult | _Media, Field(discriminator="type")]
+
+
+class _Message(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_Content], BeforeValidator(_blocks)]
+
+
+class _Tool(Wire):
+    type: str | None = None
+    name: str = Field(min_length=1)
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+
+
+class _ThinkingConfig(Wire):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class _ToolChoice(Wire):
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Format(Wire):
+    type: str
+
+
+class _OutputConfig(Wire):
+    format: _Format | None = None
+
+
+class _Metadata(Wire):
+    user_id: str | None = None
+
+
+class CountRequest(Wire):
+    model: str = Field(min_length=1)
+    messages: list[_Message]
+    system: Annotated[list[_Text], BeforeValidator(_blocks)] = Field(default_factory=list)
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _ToolChoice | None = None
+    thinking: _ThinkingConfig | None = None
+    metadata: _Metadata | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    output_config: _OutputConfig | None = None
+
+
+def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
+    request = MessagesRequest.model_validate(body)
+    conversation, deferred = _conversation(request)
+    choice = request.tool_choice
+    if choice is not None and choice.type in ("any", "tool"):
+        raise invalid(f"tool_choice {choice.type!r} is not supported yet; use auto or none", "tool_choice")
+    return Inbound(
+        conversation,
+        Options(
+            max_tokens=request.max_tokens,
+            thinking=_thinks(request),
+            tools=choice is None or choice.type != "none",
+            described_tools=deferred,
+            parallel_calls=choice is None or not choice.disable_parallel_tool_use,
+            stop=tuple(request.stop_sequences),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            strict_budget=True,
+            closing_text=_CLOSING_TEXT,
+        ),
+        RequestMeta(
+            protocol="anthropic",
+            headers=headers,
+            session_hint=_session(request.metadata),
+            namespace=namespace,
+            model=request.model,
+            max_tokens=request.max_tokens,
+            json_schema=_wants_json(request.output_config),
+        ),
+        request.stream,
+        AnthropicWriter(request.model),
+    )
+
+
+def read_count(body: object, headers: Mapping[str, str], namespace: str) -> tuple[RequestMeta, Conversation, bool]:
+    """For counting tokens; the last value says whether the model would think."""
+    request = CountRequest.model_validate(body)
+    meta = RequestMeta("anthropic", headers, _session(request.metadata), namespace, request.model)
+    return meta, _conversation(request)[0], _thinks(request)
+
+
+def _thinks(request: CountRequest) -> bool:
+    return request.thinking is not None and request.thinking.type != "disabled"
+
+
+def _wants_json(config: _OutputConfig | None) -> bool:
+    return config is not None and config.format is not None and config.format.type == "json_schema"
+
+
+def _session(metadata: _Metadata | None) -> str:
+    """Claude Code puts a JSON object with its ``session_id`` into ``user_id``."""
+    try:
+        value = json.loads(metadata.user_id or "") if metadata is not None else None
+    except ValueError:
+        return ""
+    session = value.get("session_id") if isinstance(value, dict) else None
+    return session if isinstance(session, str) else ""
+
+
+def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]]:
+    """The conversation, and the tools that are described where they are referred to and not in the prompt's head."""
+    if not request.messages:
+        raise invalid("messages: at least one message is required", "messages")
+    if request.messages[-1].role == "assistant":
+        raise invalid(
+            "messages: the conversation must end with a user message; prefilled answers are not supported", "messages"
+        )
+    deferred = tuple(_tool(tool) for tool in request.tools if tool.defer_loading)
+    turns = [Turn("system", tuple(Text(block.text) for block in request.system))] if request.system else []
+    for at, message in enumerate(request.messages):
+        turn = _turn(message, f"messages.{at}", {tool.name: tool for tool in deferred})
+        if turn.blocks:
+            turns.append(turn)
+        elif message.role == "user":
+            raise invalid(f"messages.{at}: user messages must have content", f"messages.{at}")
+    tools = tuple(_tool(tool) for tool in request.tools if not tool.defer_loading)
+    return Conversation(tuple(turns), tools), deferred
+
+
+def _tool(tool: _Tool) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise invalid(f"tools: {tool.type} is a tool of the vendor's own service and not available here", "tools")
+    if tool.input_schema is None:
+        raise invalid(f"tools: {tool.name} has no input_schema", "tools")
+    return Tool(tool.name, tool.description, tool.input_schema)
+
+
+def _turn(message: _Message, where: str, deferred: Mapping[str, Tool]) -> Turn:
+    blocks = tuple(
+        _block(message.role, block, f"{where}.content.{at}", deferred) for at, block in enumerate(message.content)
+    )
+    blocks = tuple(block for block in blocks if block != Text(""))
+    role: Literal["system", "user", "assistant", "tool"] = message.role
+    if any(isinstance(block, ToolOutput) for block in blocks):
+        role = "tool"
+    return Turn(role, blocks)
+
+
+def _block(role: str, block: _Content, where: str, deferred: Mapping[str, Tool]) -> Block:
+    match block:
+        case _Text():
+            return Text(block.text)
+        case _Thinking() if role == "assistant":
+            return Thinking(block.thinking, block.signature)
+        case _Redacted() if role == "assistant":
+            return Thinking("", block.data)
+        case _ToolUse() if role == "assistant":
+            return ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        case _ToolResult() if role == "user":
+            text = "\n".join(_nested(part, where, deferred) for part in block.content)
+            return ToolOutput(block.tool_use_id, text, bool(block.is_error))
+        case _Media():
+            raise _no_media(block.type, where)
+    raise invalid(f"{where}: {block.type} blocks are not allowed in {role} messages", where)
+
+
+def _nested(part: _Nested, where: str, deferred: Mapping[str, Tool]) -> str:
+    match part:
+        case _Text():
+            return part.text
+        case _ToolReference():
+            tool = deferred.get(part.tool_name)
+            if tool is None:
+                return f"Tool {part.tool_name} is available."
+            description = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            return json.dumps(description, ensure_ascii=False)
+    raise _no_media(part.type, where)
+
+
+def _no_media(kind: str, where: str) -> Exception:
+    return invalid(f"{where}: {kind} blocks are not supported: this model reads text only", where)
+
+
+ANTHROPIC = WireProtocol("anthropic", read)

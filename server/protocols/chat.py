@@ -1,0 +1,231 @@
+"""OpenAI Chat Completions: requests in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from server.generate import Options
+from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from server.protocols.chat_events import ChatWriter, LogprobFormat
+from sessions.tracker import RequestMeta
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_NOT_YET = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+
+
+def _parts(value: object) -> object:
+    """A string is short for one text part; null for none."""
+    if value is None:
+        return []
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _strings(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+class _TextPart(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class _RefusalPart(Wire):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class _MediaPart(Wire):
+    type: Literal["image_url", "input_audio", "file", "video_url"]
+
+
+_Part = Annotated[_TextPart | _RefusalPart | _MediaPart, Field(discriminator="type")]
+
+
+class _Function(Wire):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class _Call(Wire):
+    id: str = Field(min_length=1)
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(Wire):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _FunctionTool(Wire):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(Wire):
+    type: Literal["function"]
+    function: _FunctionTool
+
+
+class _StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class _ResponseFormat(Wire):
+    type: str
+
+
+class ChatRequest(Wire):
+    model: str = Field(min_length=1)
+    messages: list[_Message]
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    n: int | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_strings)] = Field(default_factory=list)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: _ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+
+
+def reader(logprobs: LogprobFormat) -> WireProtocol:
+    """The protocol; ``logprobs`` writes sampled tokens as text, which takes a tokenizer."""
+
+    def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
+        return _read(body, headers, namespace, logprobs)
+
+    return WireProtocol("openai", read)
+
+
+def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: LogprobFormat) -> Inbound:
+    request = ChatRequest.model_validate(body)
+    _refuse(request, body)
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    return Inbound(
+        Conversation(_turns(request.messages), tuple(_tool(tool.function) for tool in request.tools or ())),
+        Options(
+            max_tokens=max_tokens,
+            thinking=request.reasoning_effort != "none",
+            tools=request.tool_choice != "none",
+            parallel_calls=request.parallel_tool_calls is not False,
+            stop=tuple(request.stop),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            seed=request.seed,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            logit_bias=_biases(request.logit_bias or {}),
+        ),
+        RequestMeta(
+            protocol="chat",
+            headers=headers,
+            session_hint=request.prompt_cache_key or request.session_id or "",
+            namespace=namespace,
+            model=request.model,
+            max_tokens=max_tokens or 0,
+        ),
+        bool(request.stream),
+        ChatWriter(
+            request.model,
+            include_usage=request.stream_options is not None and request.stream_options.include_usage,
+            logprobs=logprobs if request.logprobs else None,
+        ),
+    )
+
+
+def _refuse(request: ChatRequest, body: object) -> None:
+    """What would change the answer and cannot be honoured is refused, not ignored."""
+    if request.n not in (None, 1):
+        raise invalid("n: only 1 is supported", "n")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise invalid(f"response_format {request.response_format.type!r} is not supported yet", "response_format")
+    if request.tool_choice not in (None, "auto", "none"):
+        raise invalid("tool_choice: only auto and none are supported yet", "tool_choice")
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    for name in _NOT_YET:
+        if isinstance(body, dict) and body.get(name) not in (None, [], ["text"]):
+            raise invalid(f"{name} is not supported", name)
+
+
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    out = []
+    for token, bias in biases.items():
+        if not token.isdecimal() or not -100 <= bias <= 100:
+            raise invalid("logit_bias maps token ids to numbers between -100 and 100", "logit_bias")
+        out.append((int(token), bias))
+    return tuple(out)
+
+
+def _tool(function: _FunctionTool) -> Tool:
+    return Tool(function.name, function.description or "", function.parameters or {"type": "object", "properties": {}})
+
+
+def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
+    if not messages:
+        raise invalid("messages: at least one message is required", "messages")
+    return tuple(Turn(_ROLES[message.role], _blocks(message, f"messages.{at}")) for at, message in enumerate(messages))
+
+
+def _blocks(message: _Message, where: str) -> tuple[Block, ...]:
+    texts = tuple(_text(part, where) for part in message.content)
+    if message.role == "tool":
+        if not message.tool_call_id:
+            raise invalid(f"{where}: tool messages need a tool_call_id", where)
+        return (ToolOutput(message.tool_call_id, "\n".join(texts)),)
+    if message.role != "assistant":
+        if message.tool_calls:
+            raise invalid(f"{where}: only assistant messages have tool_calls", where)
+        return tuple(Text(text) for text in texts)
+    thinking = message.reasoning_content or message.reasoning
+    return (
+        *((Thinking(thinking),) if thinking else ()),
+        *(Text(text) for text in texts if text),
+        *(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()),
+    )
+
+
+def _text(part: _Part, where: str) -> str:
+    match part:
+        case _TextPart():
+            return part.text
+        case _RefusalPart():
+            return part.refusal
+    raise invalid(f"{where}: {part.type} content is not supported: this model reads text only", where)

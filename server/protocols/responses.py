@@ -1,0 +1,256 @@
+"""OpenAI Responses over HTTP: requests in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
+from server.generate import Options
+from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from server.protocols.responses_events import ResponsesWriter
+from server.protocols.responses_tools import ToolItem, ToolNames, read_tools
+from sessions.tracker import RequestMeta
+
+_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def _input(value: object) -> object:
+    """A string is short for one user message."""
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _parts(value: object) -> object:
+    """A string is short for one text part."""
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _item_type(value: object) -> object:
+    """A message may leave out its type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind or ("message" if isinstance(value, dict) and "role" in value else kind)
+
+
+class _TextPart(Wire):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class _RefusalPart(Wire):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class _MediaPart(Wire):
+    type: Literal["input_image", "input_file", "input_audio"]
+
+
+_Part = Annotated[_TextPart | _RefusalPart | _MediaPart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], BeforeValidator(_parts)]
+
+
+class _Message(Wire):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+
+
+class _Piece(Wire):
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class _Reasoning(Wire):
+    type: Literal["reasoning"]
+    summary: list[_Piece] = Field(default_factory=list)
+    content: list[_Piece] | None = None
+    encrypted_content: str | None = None
+
+
+class _FunctionCall(Wire):
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    arguments: str
+    namespace: str | None = None
+
+
+class _CustomCall(Wire):
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: str
+    namespace: str | None = None
+
+
+class _Output(Wire):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str = Field(min_length=1)
+    output: _Parts
+
+
+_Item = Annotated[
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Reasoning, Tag("reasoning")]
+    | Annotated[_FunctionCall, Tag("function_call")]
+    | Annotated[_CustomCall, Tag("custom_tool_call")]
+    | Annotated[_Output, Tag("function_call_output")]
+    | Annotated[_Output, Tag("custom_tool_call_output")],
+    Discriminator(_item_type),
+]
+
+
+class _ReasoningConfig(Wire):
+    effort: str | None = None
+
+
+class _Format(Wire):
+    type: str
+
+
+class _TextConfig(Wire):
+    format: _Format | None = None
+
+
+class ResponsesRequest(Wire):
+    model: str = Field(min_length=1)
+    input: Annotated[list[_Item], BeforeValidator(_input)]
+    instructions: str | None = None
+    tools: list[ToolItem] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int | None = None
+    reasoning: _ReasoningConfig | None = None
+    text: _TextConfig | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
+    request = ResponsesRequest.model_validate(body)
+    _refuse(request)
+    tools, names = read_tools(request.tools or [])
+    turns = _turns(request)
+    return Inbound(
+        Conversation(turns, tools),
+        Options(
+            max_tokens=request.max_output_tokens,
+            thinking=request.reasoning is None or request.reasoning.effort != "none",
+            tools=request.tool_choice != "none",
+            parallel_calls=request.parallel_tool_calls is not False,
+            temperature=request.temperature,
+            top_p=request.top_p,
+        ),
+        RequestMeta(
+            protocol="responses",
+            headers=headers,
+            session_hint=request.prompt_cache_key or request.session_id or "",
+            namespace=namespace,
+            model=request.model,
+            max_tokens=request.max_output_tokens or 0,
+            json_schema=_wants_json(request.text),
+        ),
+        bool(request.stream),
+        ResponsesWriter(_echo(request, body), names),
+    )
+
+
+def _refuse(request: ResponsesRequest) -> None:
+    """What would change the answer and cannot be honoured is refused, not ignored."""
+    if request.previous_response_id is not None:
+        raise invalid("previous_response_id: responses are not stored; send the whole input", "previous_response_id")
+    if request.conversation is not None:
+        raise invalid("conversation: conversations are not stored; send the whole input", "conversation")
+    if request.background:
+        raise invalid("background: only foreground responses are supported", "background")
+    if request.top_logprobs:
+        raise invalid("top_logprobs is not supported here; Chat Completions has it", "top_logprobs")
+    if request.tool_choice not in (None, "auto", "none"):
+        raise invalid("tool_choice: only auto and none are supported yet", "tool_choice")
+
+
+def _wants_json(text: _TextConfig | None) -> bool:
+    return text is not None and text.format is not None and text.format.type == "json_schema"
+
+
+def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
+    """What a response object repeats of its request. Nothing is ever stored, whatever was asked for."""
+    raw = body if isinstance(body, dict) else {}
+    return {
+        "model": request.model,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": raw.get("reasoning"),
+        "store": False,
+        "temperature": request.temperature,
+        "text": raw.get("text") or {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": raw.get("tools") or [],
+        "top_p": request.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
+    """Items to turns: the items of one assistant turn, and of one round of outputs, follow each other."""
+    turns = [Turn("system", (Text(request.instructions),))] if request.instructions else []
+    if not request.input:
+        raise invalid("input: at least one item is required", "input")
+    for at, item in enumerate(request.input):
+        role, blocks = _item(item, f"input.{at}")
+        if not blocks:
+            continue
+        if role in ("assistant", "tool") and turns and turns[-1].role == role:
+            turns[-1] = Turn(role, turns[-1].blocks + blocks)
+        else:
+            turns.append(Turn(role, blocks))
+    if not turns:
+        raise invalid("input: at least one item must have content", "input")
+    return tuple(turns)
+
+
+def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:
+    match item:
+        case _Message():
+            texts = _texts(item.content, where)
+            return _ROLES[item.role], tuple(Text(text) for text in texts if text or item.role != "assistant")
+        case _Reasoning():
+            text = "".join(piece.text for piece in item.content or item.summary)
+            ticket = item.encrypted_content or ""
+            return "assistant", (Thinking(text, ticket),) if text or ticket else ()
+        case _FunctionCall():
+            return "assistant", (ToolCall(item.call_id, ToolNames.join(item.namespace, item.name), item.arguments),)
+        case _CustomCall():
+            name = ToolNames.join(item.namespace, item.name)
+            return "assistant", (ToolCall(item.call_id, name, item.input, freeform=True),)
+        case _Output():
+            return "tool", (ToolOutput(item.call_id, "\n".join(_texts(item.output, where))),)
+
+
+def _texts(parts: list[_Part], where: str) -> list[str]:
+    out = []
+    for part in parts:
+        match part:
+            case _TextPart():
+                out.append(part.text)
+            case _RefusalPart():
+                out.append(part.refusal)
+            case _MediaPart():
+                raise invalid(f"{where}: {part.type} is not supported: this model reads text only", where)
+    return out
+
+
+RESPONSES = WireProtocol("openai", read)

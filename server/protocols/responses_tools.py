@@ -1,0 +1,98 @@
+"""OpenAI Responses: the kinds of tools, and their names as the model sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from parsers.conversation import Tool
+from server.protocols.base import Wire, invalid
+
+
+class _FunctionTool(Wire):
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Grammar(Wire):
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class _CustomTool(Wire):
+    type: Literal["custom"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: _Grammar | None = None
+
+
+_Nested = Annotated[_FunctionTool | _CustomTool, Field(discriminator="type")]
+
+
+class _Namespace(Wire):
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: list[_Nested]
+
+
+class _Ignored(Wire):
+    """Tools of the vendor's service that a client offers without needing them."""
+
+    type: Literal["web_search", "web_search_preview"]
+
+
+ToolItem = Annotated[_FunctionTool | _CustomTool | _Namespace | _Ignored, Field(discriminator="type")]
+
+
+@dataclass(frozen=True)
+class ToolNames:
+    """Tools of a namespace are known to the model as ``namespace__name``; the client wants the two apart again."""
+
+    qualified: Mapping[str, tuple[str, str]]
+    """Model's name -> (namespace, name)."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        """(namespace or "", name) of a call the model made."""
+        return self.qualified.get(name, ("", name))
+
+    @staticmethod
+    def join(namespace: str | None, name: str) -> str:
+        return f"{namespace}__{name}" if namespace else name
+
+
+def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
+    """The model's tools. Raises ApiError when two have the same name."""
+    tools: list[Tool] = []
+    qualified: dict[str, tuple[str, str]] = {}
+    for item in items:
+        match item:
+            case _Namespace():
+                for nested in item.tools:
+                    name = ToolNames.join(item.name, nested.name)
+                    qualified[name] = (item.name, nested.name)
+                    tools.append(_tool(nested, name))
+            case _FunctionTool() | _CustomTool():
+                tools.append(_tool(item, item.name))
+            case _Ignored():
+                pass
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: tool names must be unique", "tools")
+    return tuple(tools), ToolNames(qualified)
+
+
+def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
+    if isinstance(item, _FunctionTool):
+        return Tool(name, item.description or "", item.parameters or {"type": "object", "properties": {}})
+    description = item.description or ""
+    if item.format is not None and item.format.definition:
+        description = f"{description}\n\nThe input follows this {item.format.syntax or 'formal'} grammar:\n"
+        description += item.format.definition
+    return Tool(name, description.strip(), freeform=True)

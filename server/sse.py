@@ -1,0 +1,73 @@
+"""Server-sent events: one answer as a stream that ends with the connection, however that ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from anyio import CancelScope
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from server.errors import ApiError
+from server.generate import Generation
+from server.protocols.base import Sse, Writer
+from server.state import ServerState
+
+_log = logging.getLogger(__name__)
+
+
+class EventStream(EventSourceResponse):
+    """Writes a generation as it is made. Keep-alives come from the generation, as events that clients count.
+
+    The generation is closed when the response ends: after the last event, when the client goes away (also before the
+    first event), when it stops reading, or when the server shuts down.
+    """
+
+    def __init__(self, state: ServerState, generation: Generation, writer: Writer, headers: Mapping[str, str]) -> None:
+        super().__init__(self._frames(), ping=0, sep="\n", headers=headers, send_timeout=state.settings.send_seconds)
+        self._state = state
+        self._generation = generation
+        self._writer = writer
+        self._finished = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.warning("session=%s: the client stopped reading; dropped", self._generation.session_id)
+        finally:
+            if not self._finished:
+                self._state.counters.disconnects += 1
+            with CancelScope(shield=True):
+                await self._generation.close()
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        writer, generation = self._writer, self._generation
+        yield frames(writer.begin(generation.usage))
+        try:
+            async for events in generation:
+                yield frames(frame for event in events for frame in writer.write(event))
+        except ApiError as error:
+            self._state.counters.errors += 1
+            _log.warning("session=%s: stream ended with an error: %s", generation.session_id, error.message)
+            yield frames(writer.failed(error))
+        self._finished = True
+        if generation.report is not None:
+            yield f": x-ft-reuse {generation.report.header()}\n\n".encode()
+
+
+def frames(events: Iterable[Sse]) -> bytes:
+    """Wire form of events. A str payload is sent as it is."""
+    out = []
+    for name, payload in events:
+        data = payload if isinstance(payload, str) else dump(payload)
+        out.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
+    return "".join(out).encode()
+
+
+def dump(payload: Mapping[str, Any]) -> str:
+    """Compact JSON; newlines in strings are escaped, so it is one line."""
+    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"))

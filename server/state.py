@@ -1,0 +1,46 @@
+"""What the request handlers share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from anyio import CapacityLimiter
+
+from engine.client import EngineClient
+from parsers.load import Family
+from server.script import Script
+from server.settings import ServerSettings
+from sessions.tracker import Sessions
+
+
+@dataclass
+class Counters:
+    """Events since the start of the server; ``open_generations`` is a gauge and must return to 0 when idle."""
+
+    requests: int = 0
+    errors: int = 0
+    disconnects: int = 0
+    open_generations: int = 0
+    prompt_tokens: int = 0
+    resumed_tokens: int = 0
+    replayed_tokens: int = 0
+    output_tokens: int = 0
+    tolerated: int = 0
+    empty_answers: int = 0
+    script_misses: int = 0
+
+    def values(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass
+class ServerState:
+    """One per application. ``render_limiter`` lets one thread at a time render prompts, off the event loop."""
+
+    engine: EngineClient
+    family: Family
+    sessions: Sessions
+    settings: ServerSettings
+    script: Script | None = None
+    counters: Counters = field(default_factory=Counters)
+    render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
