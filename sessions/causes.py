@@ -1,0 +1,235 @@
+"""Why was this prompt not simply a continuation? A table of rules over plain facts; the first that speaks is the cause.
+
+Divergence is judged on tokens, because they are what the engine has; its name is found by comparing conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from parsers.render import Span
+from sessions.digest import TurnDigest, common_prefix
+from sessions.harness import Kind
+
+Cause = Literal[
+    "none",
+    "first_request",
+    "system_changed",
+    "tools_changed",
+    "thinking_stripped",
+    "tool_args_changed",
+    "text_changed",
+    "history_edited",
+    "compacted",
+    "side_request",
+    "subagent",
+    "no_anchor",
+    "evicted",
+    "worker_restart",
+]
+
+GRAIN = 64
+"""Tokens of a page: an engine that forgot less than this did not lose anything, it looked at whole pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt and the conversation it was rendered from. ``tokens``: packed ids. ``exact``: per turn, whether its
+    sampled tokens were put in. ``incarnation``: the engine worker that it was sent to."""
+
+    tokens: bytes
+    tools: bytes
+    system: bytes
+    head: int
+    turns: tuple[TurnDigest, ...]
+    exact: tuple[bool, ...]
+    kind: Kind
+    incarnation: str
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Tokens of a prompt by origin: restored, computed before and again now, never computed before."""
+
+    resumed: int
+    replayed: int
+    new: int
+
+    @property
+    def prompt(self) -> int:
+        return self.resumed + self.replayed + self.new
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """``past`` is the earlier request of the branch, with its answer, that this one continues or else shares most with;
+    ``last`` is the most recent one. ``common`` tokens are shared with ``past``, ``known`` of the prompt were computed
+    before. ``turn`` is the first turn whose content differs, None where one conversation only continues the other."""
+
+    now: Asked
+    spans: Sequence[Span]
+    past: Asked | None
+    last: Asked | None
+    common: int
+    known: int
+    turn: int | None
+    reuse: Reuse
+    worker_cause: str
+
+    @property
+    def append(self) -> bool:
+        """The last sampled token was never fed: a prompt with another one there (the regular end of turn, say) still
+        continues everything that was computed."""
+        return self.past is not None and self.common >= min(self.past.length - 1, self.now.length)
+
+    @property
+    def forgotten(self) -> int:
+        """Tokens the branch knows to be computed and the worker does not."""
+        return self.known - self.reuse.resumed - self.reuse.replayed
+
+
+def facts(now: Asked, spans: Sequence[Span], pasts: Sequence[Asked], reuse: Reuse, worker_cause: str) -> Facts:
+    """``pasts`` in the order of time."""
+    if not pasts:
+        return Facts(now, spans, None, None, 0, 0, None, reuse, worker_cause)
+    shared = [common_prefix(past.tokens, now.tokens) for past in pasts]
+    best = max(range(len(pasts)), key=lambda index: (shared[index] >= pasts[index].length - 1, shared[index], index))
+    past = pasts[best]
+    # The last token of a prompt is always fed anew.
+    computed = max(min(common, past.length - 1) for past, common in zip(pasts, shared, strict=True))
+    known = max(min(computed, now.length - 1), 0)
+    return Facts(now, spans, past, pasts[-1], shared[best], known, _first_change(past, now), reuse, worker_cause)
+
+
+def counted(seen: Facts) -> Reuse:
+    """The worker's numbers, with what the branch knows to be computed before counted as replayed instead of new."""
+    missing = max(seen.forgotten, 0)
+    return Reuse(seen.reuse.resumed, seen.reuse.replayed + missing, seen.reuse.new - missing)
+
+
+def explain(seen: Facts) -> Cause | None:
+    """None if no rule speaks; that is an error of the table, to be counted."""
+    return next((cause for rule in RULES if (cause := rule(seen)) is not None), None)
+
+
+def _side(seen: Facts) -> Cause | None:
+    return "side_request" if seen.now.kind == "side" else None
+
+
+def _first(seen: Facts) -> Cause | None:
+    if seen.past is not None:
+        return None
+    return "subagent" if seen.now.kind == "subagent" else "first_request"
+
+
+def _restarted(seen: Facts) -> Cause | None:
+    restarted = seen.past is not None and seen.past.incarnation != seen.now.incarnation
+    return "worker_restart" if restarted and seen.forgotten > 0 else None
+
+
+def _appended(seen: Facts) -> Cause | None:
+    if not seen.append:
+        return None
+    if seen.reuse.replayed > 0 or seen.forgotten > 0:
+        evicted = seen.worker_cause == "evicted" or seen.forgotten >= GRAIN
+        return "evicted" if evicted else "no_anchor"
+    return "none"
+
+
+def _tools(seen: Facts) -> Cause | None:
+    return "tools_changed" if seen.past and seen.past.tools != seen.now.tools else None
+
+
+def _system(seen: Facts) -> Cause | None:
+    return "system_changed" if seen.past and seen.past.system != seen.now.system else None
+
+
+def _compacted(seen: Facts) -> Cause | None:
+    """After a request for a summary; or, for a client that asks for one in another way, when a shorter conversation
+    begins with another message."""
+    if seen.past is None or seen.last is None or seen.turn is None:
+        return None
+    asked = seen.last.kind == "compaction" and seen.now.kind != "compaction"
+    shrunk = seen.turn == seen.now.head and len(seen.now.turns) < len(seen.past.turns)
+    return "compacted" if asked or (shrunk and seen.now.length < seen.past.length) else None
+
+
+def _rerendered(seen: Facts) -> Cause | None:
+    """The conversation says the same up to the divergence and beyond it; the template wrote it in another way."""
+    span = _turn_span(seen)
+    if span is None or (seen.turn is not None and seen.turn <= span.turn):
+        return None
+    if span.kind != "assistant":
+        return "system_changed" if span.turn < seen.now.head else None
+    if not seen.now.exact[span.turn]:
+        inner = _inner_kind(seen)
+        if inner == "tool_call":
+            return "tool_args_changed"
+        if inner == "text" and seen.common > _content_start(seen, span):
+            return "text_changed"
+    return "thinking_stripped"
+
+
+def _changed(seen: Facts) -> Cause | None:
+    """Judges the first turn that differs."""
+    if seen.past is None or seen.turn is None:
+        return None
+    if seen.turn >= min(len(seen.past.turns), len(seen.now.turns)):
+        return "history_edited" if len(seen.now.turns) < len(seen.past.turns) else None
+    before, after = seen.past.turns[seen.turn], seen.now.turns[seen.turn]
+    if before.role != after.role:
+        return "history_edited"
+    if before.of_kind("call") != after.of_kind("call"):
+        return "tool_args_changed" if _ids(before) == _ids(after) else "history_edited"
+    if before.of_kind("output") != after.of_kind("output"):
+        return "history_edited"
+    if before.of_kind("text") != after.of_kind("text"):
+        return "text_changed"
+    return "thinking_stripped" if len(after.of_kind("thinking")) < len(before.of_kind("thinking")) else "history_edited"
+
+
+RULES: tuple[Callable[[Facts], Cause | None], ...] = (
+    _side,
+    _first,
+    _restarted,
+    _appended,
+    _tools,
+    _system,
+    _compacted,
+    _rerendered,
+    _changed,
+)
+
+
+def _first_change(past: Asked, now: Asked) -> int | None:
+    for index, (before, after) in enumerate(zip(past.turns, now.turns, strict=False)):
+        if before.role != after.role or before.parts != after.parts:
+            return index
+    return len(now.turns) if len(now.turns) < len(past.turns) else None
+
+
+def _turn_span(seen: Facts) -> Span | None:
+    """The turn of the prompt in which the divergence lies."""
+    whole = ("system", "user", "assistant", "tool_output")
+    covering = (span for span in seen.spans if span.start <= seen.common < span.end)
+    return next((span for span in covering if span.kind in whole and span.turn >= 0), None)
+
+
+def _inner_kind(seen: Facts) -> str:
+    covering = [span for span in seen.spans if span.start <= seen.common < span.end]
+    return min(covering, key=lambda span: span.end - span.start).kind if covering else ""
+
+
+def _content_start(seen: Facts, turn: Span) -> int:
+    headers = (span.end for span in seen.spans if span.kind == "assistant_header" and span.turn == turn.turn)
+    return next(headers, turn.start)
+
+
+def _ids(turn: TurnDigest) -> list[str]:
+    return [part.id for part in turn.of_kind("call")]

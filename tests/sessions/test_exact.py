@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsers.conversation import Sampled, Text, Thinking, ToolCall, ToolOutput, Turn
+from parsers.events import Boundary
+from sessions.digest import turn_digest
+from sessions.exact import Journal, sampled_turn
+
+USER = turn_digest(Turn("user", (Text("Hello"),)))
+OTHER = turn_digest(Turn("user", (Text("Other"),)))
+IDS = Sampled((5, 6, 4_000_000_000, 7), 2, "rest")
+CALLS = (
+    Thinking("hm", "ftabc"),
+    ToolCall("toolu_a1", "Bash", '{"command": "a"}'),
+    ToolCall("toolu_b2", "Bash", '{"command": "b"}'),
+)
+
+
+def journal(*blocks: object, max_tokens: int = 1000) -> Journal:
+    made = Journal(max_tokens)
+    made.record(blocks, IDS, USER)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_turn_is_found_by_its_call_ids_anywhere_in_the_session() -> None:
+    turn, verdict = journal(*CALLS).restore(Turn("assistant", CALLS[1:]), OTHER, {})
+    assert (verdict, turn.sampled, turn.blocks) == ("exact", IDS, CALLS)
+
+
+def test_call_ids_keep_the_clients_spelling_because_its_outputs_refer_to_it() -> None:
+    stripped = tuple(replace(call, id=call.id.replace("_", "")) for call in CALLS[1:])
+    turn, verdict = journal(*CALLS).restore(Turn("assistant", stripped), OTHER, {})
+    assert verdict == "exact"
+    assert [block.id for block in turn.blocks if isinstance(block, ToolCall)] == ["toolua1", "toolub2"]
+
+
+def test_all_parallel_calls_must_match() -> None:
+    made = journal(*CALLS)
+    for blocks in (CALLS[1:2], (CALLS[1], replace(CALLS[2], id="toolu_x")), (CALLS[2], CALLS[1])):
+        turn, verdict = made.restore(Turn("assistant", blocks), USER, {})
+        assert (verdict, turn.sampled, turn.blocks) == ("edited", None, blocks)
+
+
+def test_calls_of_two_turns_are_not_one_turn() -> None:
+    made = Journal(1000)
+    for call in CALLS[1:]:
+        made.record((call,), IDS, USER)
+    assert made.restore(Turn("assistant", CALLS[1:]), USER, {})[1] == "edited"
+
+
+def test_a_ticket_finds_a_turn_without_calls() -> None:
+    made = journal(Thinking("hm", "ftabc"), Text("Yes."))
+    assert made.restore(Turn("assistant", (Thinking("", "ftabc"), Text("Yes."))), OTHER, {})[1] == "exact"
+    assert made.restore(Turn("assistant", (Thinking("other", "ftabc"), Text("Yes."))), USER, {})[1] == "edited"
+
+
+def test_text_finds_a_turn_only_after_the_same_turn() -> None:
+    made = journal(Thinking("hm", "ftabc"), Text("\n\nYes,  it is. "))
+    echo = Turn("assistant", (Text("Yes,  it is."),))
+    turn, verdict = made.restore(echo, USER, {})
+    assert (verdict, turn.sampled) == ("exact", IDS)
+    assert turn.blocks[0] == Thinking("hm", "ftabc")
+    assert made.restore(echo, OTHER, {})[1] == "unknown"
+    assert made.restore(Turn("assistant", (Text("Yes, it is."),)), USER, {})[1] == "edited"
+    assert made.restore(Turn("assistant", (Text("No."),)), USER, {})[1] == "unknown"
+
+
+def test_the_latest_of_two_equal_answers_is_taken() -> None:
+    made = journal(Text("Yes."))
+    later = Sampled((9,))
+    made.record((Text("Yes."),), later, USER)
+    assert made.restore(Turn("assistant", (Text("Yes."),)), USER, {})[0].sampled == later
+
+
+def test_the_journal_is_bounded_and_forgets_what_is_not_echoed() -> None:
+    made = Journal(12)
+    turns = [Turn("assistant", (ToolCall(f"toolu_{n}", "Bash", "{}"),)) for n in range(5)]
+    for turn in turns[:3]:
+        made.record(turn.blocks, IDS, USER)
+    assert made.restore(turns[0], USER, {})[1] == "exact"
+    made.record(turns[3].blocks, IDS, USER)
+    assert made.tokens == 12
+    assert [made.restore(turn, USER, {})[1] for turn in turns] == ["exact", "unknown", "exact", "exact", "unknown"]
+
+
+def test_an_entry_larger_than_the_journal_is_not_kept() -> None:
+    assert journal(*CALLS, max_tokens=3).tokens == 0
+
+
+def test_the_end_of_thinking() -> None:
+    blocks = (Thinking("hm"), Text("Yes."))
+    end = Boundary("thinking_end", 3)
+    assert sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_start", 0), end)).thinking_end == 3
+    straddling = sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_end", 2, False, "Yes"),))
+    assert (straddling.thinking_end, straddling.thinking_rest) == (3, "Yes")
+    assert sampled_turn((1, 2), (Thinking("hm"),), ()).thinking_end == 2
+    assert sampled_turn((1, 2), (Text("hm"),), ()).thinking_end == 0
+
+
+def test_digests_of_outputs_tell_errors_and_calls_apart() -> None:
+    one, two, three = (
+        turn_digest(Turn("tool", (output,)))
+        for output in (ToolOutput("a", "x"), ToolOutput("b", "x"), ToolOutput("a", "x", is_error=True))
+    )
+    assert len({one.key, two.key, three.key}) == 3

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from parsers.conversation import Conversation, Text, Tool, Turn
+from sessions.harness import GENERIC, RequestMeta, identify, recognise
+
+HELLO = Conversation((Turn("user", (Text("Hello"),)),), (Tool("Bash"),))
+BARE = Conversation(HELLO.turns)
+BILLED = Conversation((Turn("system", (Text("x-anthropic-billing-header: cc_version=2;"),)), *HELLO.turns))
+
+
+def named(conversation: Conversation, **headers: str) -> str:
+    return recognise(
+        RequestMeta("anthropic", {name.replace("_", "-"): value for name, value in headers.items()}), conversation
+    ).name
+
+
+def test_recognition_by_header_user_agent_and_body() -> None:
+    assert named(HELLO, x_claude_code_session_id="1") == "claude-code"
+    assert named(HELLO, user_agent="Claude-CLI/2.1.332 (external)") == "claude-code"
+    assert named(BILLED) == "claude-code"
+    assert named(HELLO, x_codex_turn_metadata="{}") == "codex"
+    assert named(HELLO, user_agent="codex_exec/0.169.0") == "codex"
+    assert named(HELLO, user_agent="OpenAI/Python") == "generic"
+    assert named(HELLO) == "generic"
+
+
+def told(conversation: Conversation, meta: RequestMeta) -> tuple[str, str, str]:
+    identity = identify(recognise(meta, conversation), meta, conversation)
+    return identity.session, identity.thread, identity.kind
+
+
+def codex(**headers: str) -> RequestMeta:
+    return RequestMeta("responses", {name.replace("_", "-"): value for name, value in headers.items()}, "k1")
+
+
+@pytest.mark.parametrize(
+    ("meta", "conversation", "expected"),
+    [
+        (RequestMeta("anthropic", {"x-claude-code-session-id": "c"}), HELLO, ("c", "", "main")),
+        (RequestMeta("anthropic", {"user-agent": "claude-cli/2"}, "c"), HELLO, ("c", "", "main")),
+        (
+            RequestMeta("anthropic", {"x-claude-code-session-id": "c", "x-claude-code-agent-id": "a"}),
+            HELLO,
+            ("c", "a", "subagent"),
+        ),
+        (RequestMeta("anthropic", {"x-claude-code-session-id": "c"}, json_schema=True), BARE, ("c", "", "side")),
+        (RequestMeta("anthropic", {"x-claude-code-session-id": "c"}, json_schema=True), HELLO, ("c", "", "main")),
+        (RequestMeta("anthropic", {"x-claude-code-session-id": "c"}, max_tokens=1), BARE, ("c", "", "side")),
+        (codex(x_codex_turn_metadata='{"request_kind":"turn"}', thread_id="k1"), HELLO, ("k1", "", "main")),
+        (codex(x_codex_turn_metadata='{"request_kind":"compaction"}'), BARE, ("k1", "", "compaction")),
+        (codex(x_codex_turn_metadata='{"thread_source":"thread_title"}'), BARE, ("k1", "", "side")),
+        (codex(x_codex_turn_metadata='{"thread_source":"subagent"}', thread_id="t"), HELLO, ("k1", "t", "subagent")),
+        (codex(x_codex_window_id="1", x_openai_subagent="spawn", thread_id="t"), HELLO, ("k1", "t", "subagent")),
+        (codex(x_codex_turn_metadata="not json"), HELLO, ("k1", "", "main")),
+        (codex(x_codex_turn_metadata="[" * 100_000), HELLO, ("k1", "", "main")),
+        (codex(x_codex_turn_metadata="[1]"), HELLO, ("k1", "", "main")),
+        (RequestMeta("chat", {"x-session-id": "o"}), HELLO, ("o", "", "main")),
+        (RequestMeta("chat", {"x-session-affinity": "o", "x-parent-session-id": "p"}), HELLO, ("o", "", "subagent")),
+        (RequestMeta("chat", json_schema=True), BARE, ("", "", "main")),
+        (RequestMeta("chat", max_tokens=16), BARE, ("", "", "side")),
+    ],
+)
+def test_identity_and_kind(meta: RequestMeta, conversation: Conversation, expected: tuple[str, str, str]) -> None:
+    assert told(conversation, meta) == expected
+
+
+def test_only_clients_that_name_threads_have_them() -> None:
+    meta = RequestMeta("chat", {"x-session-id": "o"})
+    assert not identify(GENERIC, meta, HELLO).threads
+    assert not identify(recognise(codex(), HELLO), RequestMeta("responses"), HELLO).threads
+
+
+@pytest.mark.parametrize("marker", ["this conversation.", "the conversation so far,", "the RECENT portion of it"])
+def test_claudes_request_for_a_summary(marker: str) -> None:
+    asked = Turn("user", (Text(f"CRITICAL.\n\nYour task is to create a detailed summary of {marker}"),))
+    meta = RequestMeta("anthropic", {"x-claude-code-session-id": "c"})
+    assert told(Conversation((*HELLO.turns, asked), HELLO.tools), meta)[2] == "compaction"
+    answered = (*HELLO.turns, asked, Turn("assistant", (Text("Sum."),)), *HELLO.turns)
+    assert told(Conversation(answered, HELLO.tools), meta)[2] == "main"
+    assert told(Conversation((asked,), HELLO.tools), RequestMeta("chat"))[2] == "main"
