@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Installed first where there is no GPU: the plain requirement would bring gigabytes of CUDA libraries.
 # `==2.13.0` also matches the local version 2.13.0+cpu, which pip prefers wherever one of its indexes offers it.
 TORCH_CPU ?= torch==2.13.0
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard engine/native/*.cpp engine/native/*.h)
 CLIENTS := .e2e
 
@@ -34,9 +34,9 @@ e2e: $(VENV)/installed-dev $(CLIENTS)/installed
 deep: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m deep --timeout 0
 
-wheel: $(VENV)/torch
+wheel: $(VENV)/python
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 	$(BIN)/python tests/wheel_contents.py dist/*.whl
 
 clean:

@@ -125,7 +125,7 @@ class MessagesAgent:
 
     def drop_thinking(self) -> None:
         """Leave the last thinking block out of the history from now on."""
-        for message in reversed(self._messages):
+        for message in reversed([message for message in self._messages if message["role"] == "assistant"]):
             blocks = [block for block in message["content"] if block["type"] != "thinking"]
             if len(blocks) < len(message["content"]):
                 message["content"] = blocks

@@ -122,8 +122,8 @@ def kill_during(server: ChildServer, agent: MessagesAgent) -> float:
 def check_counters(server: ChildServer) -> None:
     """Counters that must be 0 whatever happens."""
     stats = server.get("/v1/stats")
-    for name in ("script_misses", "misses_without_cause"):
-        if value := stats[name]:
+    for room, name in (("server", "script_misses"), ("sessions", "misses_without_cause")):
+        if value := stats[room][name]:
             raise DemoError(f"{name} is {value} and must be 0")
 
 

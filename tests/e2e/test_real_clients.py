@@ -69,8 +69,8 @@ def check_files(client: Client) -> None:
 def check_reuse(client: Client) -> None:
     """What the server had to compute again, and why."""
     stats = client.server.get("/v1/stats")
-    assert stats["script_misses"] == 0
-    assert stats["misses_without_cause"] == 0
+    assert stats["server"]["script_misses"] == 0
+    assert stats["sessions"]["misses_without_cause"] == 0
     requests = session_requests(client)
     told = "\n".join(map(str, requests))
     assert [request["kind"] for request in requests] == KINDS, told
@@ -84,6 +84,6 @@ def check_reuse(client: Client) -> None:
 
 def session_requests(client: Client) -> Sequence[dict[str, Any]]:
     """The requests of the only session, side requests left out."""
-    (session,) = client.server.get("/v1/sessions")["sessions"]
+    (session,) = client.server.get("/v1/sessions")["data"]
     detail = client.server.get(f"/v1/sessions/{session['id']}")
     return [request for request in detail["requests"] if request["kind"] != "side"]
