@@ -1,4 +1,4 @@
-"""What a running server holds outside its own memory: its port, its lock, its folder, its ready file."""
+"""What a running server holds outside its own memory: its port, its lock, its ready file."""
 
 from __future__ import annotations
 
@@ -34,22 +34,18 @@ class ServeError(Exception):
 
 @dataclass(frozen=True)
 class Claim:
-    """A bound port that is ours. ``folder`` (0700) is for this server alone."""
+    """A bound port that is ours, and the path of the socket between this server and its worker."""
 
     listener: socket.socket
-    folder: Path
     host: str
     port: int
+    worker_socket: Path
 
     @property
     def url(self) -> str:
         """Where programs of this machine reach the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-    @property
-    def worker_socket(self) -> Path:
-        return self.folder / "worker.sock"
 
 
 def is_loopback(host: str) -> bool:
@@ -72,16 +68,15 @@ def claim_port(host: str, port: int, root: Path) -> Iterator[Claim]:
     listener = _bind(host, port, root)
     with listener:
         port = int(listener.getsockname()[1])
-        folder = _private(_private(root) / str(port))
-        claim = Claim(listener, folder, host, port)
-        if len(os.fsencode(claim.worker_socket)) > MAX_SOCKET_PATH:
+        worker_socket = _private(root) / f"{port}.sock"
+        if len(os.fsencode(worker_socket)) > MAX_SOCKET_PATH:
             raise ServeError(f"{root} is too long a path for a socket: name a shorter --runtime-dir")
-        lock = _lock(folder, port)
+        lock = _lock(root, port)
         try:
-            yield claim
+            yield Claim(listener, host, port, worker_socket)
         finally:
-            claim.worker_socket.unlink(missing_ok=True)
-            _lock_path(folder).unlink(missing_ok=True)
+            worker_socket.unlink(missing_ok=True)
+            _lock_path(root, port).unlink(missing_ok=True)
             os.close(lock)
 
 
@@ -115,7 +110,7 @@ def _bind(host: str, port: int, root: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            holder = _holder(root / str(port))
+            holder = _holder(root, port)
             raise (_second_server(port, holder) if holder else in_use(host, port)) from error
         if error.errno == errno.EACCES:
             raise ServeError(f"port {port} needs more rights than we have: choose one above 1023") from error
@@ -135,20 +130,20 @@ def _private(folder: Path) -> Path:
     return folder
 
 
-def _lock_path(folder: Path) -> Path:
-    return folder / "lock"
+def _lock_path(root: Path, port: int) -> Path:
+    return root / f"{port}.lock"
 
 
-def _lock(folder: Path, port: int) -> int:
+def _lock(root: Path, port: int) -> int:
     """The descriptor that holds the lock. Its file is removed on release, so the one we locked may be gone already."""
-    path = _lock_path(folder)
+    path = _lock_path(root, port)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise _second_server(port, _holder(folder)) from error
+            raise _second_server(port, _holder(root, port)) from error
         if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
@@ -156,10 +151,10 @@ def _lock(folder: Path, port: int) -> int:
         os.close(descriptor)
 
 
-def _holder(folder: Path) -> str:
-    """The process id of the server that holds this folder's lock; "" when there is none."""
+def _holder(root: Path, port: int) -> str:
+    """The process id of the server that holds this port's lock; "" when there is none."""
     try:
-        with _lock_path(folder).open("r+", encoding="utf-8") as file:
+        with _lock_path(root, port).open("r+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

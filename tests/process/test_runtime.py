@@ -30,9 +30,10 @@ with claim_port("127.0.0.1", 0, Path(sys.argv[1])) as claim:
 def test_a_claim_leaves_nothing_behind(short_dir: Path) -> None:
     with claim_port(HOST, 0, short_dir / "run") as claim:
         assert claim.url == f"http://127.0.0.1:{claim.port}"
-        assert stat.S_IMODE(claim.folder.stat().st_mode) == 0o700
+        assert claim.worker_socket.parent == short_dir / "run"
+        assert stat.S_IMODE((short_dir / "run").stat().st_mode) == 0o700
         claim.worker_socket.touch()
-    assert list(claim.folder.iterdir()) == []
+    assert list((short_dir / "run").iterdir()) == []
     with claim_port(HOST, claim.port, short_dir / "run") as again:
         assert again.port == claim.port
 
@@ -56,7 +57,7 @@ def test_a_second_server_is_told_about_the_first(short_dir: Path, listening: boo
             claim.listener.listen()
         with pytest.raises(ServeError, match=rf"another ft serve \(process {os.getpid()}\) has port {claim.port}: "):
             claim_port(HOST, claim.port, short_dir).__enter__()
-        assert claim.folder.joinpath("lock").exists()
+        assert (short_dir / f"{claim.port}.lock").exists()
 
 
 def test_a_server_that_was_killed_holds_nothing(short_dir: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_server_that_was_killed_holds_nothing(short_dir: Path) -> None:
             claim_port(HOST, port, short_dir).__enter__()
         first.kill()
         first.wait()
-        assert (short_dir / str(port) / "lock").exists()
+        assert (short_dir / f"{port}.lock").exists()
         with claim_port(HOST, port, short_dir) as claim:
             assert claim.port == port
 
