@@ -80,6 +80,7 @@ def requests(server: ChildServer, workspace: Workspace, record: Record) -> float
     agent.step("Messages: tool output")
     agent.drop_thinking()
     agent.step("Messages: tool output, client stripped thinking")
+    agent.step("Messages: long tool output")
     agent.step("Messages: tool output")
     agent.step("Messages: tool output")
     agent.title("Messages: title, on the side")
