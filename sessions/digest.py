@@ -68,7 +68,13 @@ def canonical_json(text: str) -> str:
 
 def turn_digest(turn: Turn) -> TurnDigest:
     parts = tuple(part for part in map(_part, turn.blocks) if part is not None)
-    return TurnDigest(turn.role, _key(turn, parts), parts)
+    return TurnDigest(turn.role, answer_key(turn) if turn.role == "assistant" else _key(turn, parts), parts)
+
+
+def answer_key(turn: Turn) -> bytes:
+    """The key of an assistant turn: its call ids, which nobody else has, or its text."""
+    calls = [normal_id(block.id) for block in turn.blocks if isinstance(block, ToolCall)]
+    return digest(turn.role, *(calls or [without_space("".join(texts(turn)))]))
 
 
 def system_digest(conversation: Conversation) -> bytes:
@@ -125,10 +131,7 @@ def _part(block: Block) -> Part | None:
 
 
 def _key(turn: Turn, parts: Sequence[Part]) -> bytes:
-    if turn.role != "assistant":
-        return digest(turn.role, *(field for part in parts for field in (part.kind, part.id, part.digest)))
-    calls = [part.id for part in parts if part.kind == "call"]
-    return digest(turn.role, *(calls or [without_space("".join(texts(turn)))]))
+    return digest(turn.role, *(field for part in parts for field in (part.kind, part.id, part.digest)))
 
 
 def _tool_fields(tool: Tool) -> tuple[str, ...]:

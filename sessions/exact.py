@@ -13,15 +13,25 @@ from typing import Literal
 
 from parsers.conversation import Block, Sampled, Thinking, ToolCall, Turn
 from parsers.events import Boundary
-from sessions.digest import TurnDigest, digest, normal_id, pack, turn_digest, unpack
+from sessions.digest import TurnDigest, answer_key, digest, normal_id, pack, turn_digest, unpack
 from sessions.echo import Schemas, same_turn
 
 Verdict = Literal["exact", "edited", "unknown"]
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A turn as it is to be rendered, its digest, and whether it is one that was sampled."""
+
+    turn: Turn
+    digest: TurnDigest
+    verdict: Verdict
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     blocks: tuple[Block, ...]
+    digest: TurnDigest
     ids: bytes
     thinking_end: int
     thinking_rest: str
@@ -38,32 +48,35 @@ class Journal:
         self._by_name: dict[bytes, int] = {}
         self._next = 0
 
-    def record(self, blocks: Sequence[Block], sampled: Sampled, previous: TurnDigest | None) -> None:
-        """``previous`` is the turn that this one answered."""
+    def record(self, blocks: Sequence[Block], sampled: Sampled, previous: bytes) -> None:
+        """``previous`` is the key of the turn that this one answered, empty if there was none."""
         turn = Turn("assistant", tuple(blocks))
-        names = (*_own_names(turn), _text_name(turn_digest(turn), previous))
+        described = turn_digest(turn)
+        names = (*_own_names(turn), _text_name(described.key, previous))
         number, self._next = self._next, self._next + 1
-        entry = _Entry(turn.blocks, pack(sampled.ids), sampled.thinking_end, sampled.thinking_rest, names)
+        packed = pack(sampled.ids)
+        entry = _Entry(turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, names)
         self._entries[number] = entry
         self._by_name.update(dict.fromkeys(names, number))
         self.tokens += len(sampled.ids)
         while self.tokens > self._max_tokens:
             self._drop(next(iter(self._entries)))
 
-    def restore(self, turn: Turn, previous: TurnDigest | None, schemas: Schemas) -> tuple[Turn, Verdict]:
+    def restore(self, turn: Turn, previous: bytes, schemas: Schemas) -> Restored:
         """The turn with its exact tokens and its own thinking, if it is an echo of a sampled one; else as it came."""
-        found = [self._by_name[name] for name in _own_names(turn) if name in self._by_name]
-        if not found:
-            number = self._by_name.get(_text_name(turn_digest(turn), previous))
+        numbers = {self._by_name[name] for name in _own_names(turn) if name in self._by_name}
+        if not numbers:
+            number = self._by_name.get(_text_name(answer_key(turn), previous))
             if number is None:
-                return turn, "unknown"
-            found = [number]
-        entry = self._entries[found[0]]
-        if any(number != found[0] for number in found) or not same_turn(entry.blocks, turn.blocks, schemas):
-            return turn, "edited"
-        self._entries.move_to_end(found[0])
+                return Restored(turn, turn_digest(turn), "unknown")
+            numbers = {number}
+        number = min(numbers)
+        entry = self._entries[number]
+        if len(numbers) > 1 or not same_turn(entry.blocks, turn.blocks, schemas):
+            return Restored(turn, turn_digest(turn), "edited")
+        self._entries.move_to_end(number)
         sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest)
-        return Turn("assistant", _with_ids_of(entry.blocks, turn), sampled), "exact"
+        return Restored(Turn("assistant", _with_ids_of(entry.blocks, turn), sampled), entry.digest, "exact")
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)
@@ -94,8 +107,8 @@ def _own_names(turn: Turn) -> tuple[bytes, ...]:
     return calls + tickets
 
 
-def _text_name(turn: TurnDigest, previous: TurnDigest | None) -> bytes:
-    return digest("text", previous.key if previous else b"", turn.key)
+def _text_name(key: bytes, previous: bytes) -> bytes:
+    return digest("text", previous, key)
 
 
 def _with_ids_of(blocks: Sequence[Block], echo: Turn) -> tuple[Block, ...]:

@@ -11,7 +11,7 @@ from parsers.conversation import Conversation, Turn
 from parsers.load import Family
 from sessions.anchors import AnchorPoint, WatchPoint
 from sessions.causes import Cause
-from sessions.digest import TurnDigest, digest, head_turns, system_digest, tools_digest, turn_digest
+from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
 from sessions.exact import Verdict
 from sessions.harness import (
     Harness,
@@ -112,7 +112,7 @@ class Sessions:
         harness = recognise(meta, conversation)
         identity = identify(harness, meta, conversation)
         conversation = without_volatile(harness, conversation)
-        turns = [turn_digest(turn) for turn in conversation.turns]
+        turns = [_found_by(turn) for turn in conversation.turns]
         keep = keep and identity.kind != "side"
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
         head = _head(conversation) if scope else b""
@@ -168,19 +168,17 @@ class Sessions:
     def _restore(
         self, session: Session, conversation: Conversation, turns: MutableSequence[TurnDigest], keep: bool
     ) -> Conversation:
-        """Puts exact tokens into the assistant turns that are known; updates their digests in ``turns``."""
+        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``."""
         schemas = {tool.name: tool.parameters for tool in conversation.tools}
         restored: list[Turn] = []
-        previous: TurnDigest | None = None
+        previous = b""
         for index, turn in enumerate(conversation.turns):
-            asked = turns[index]
             if turn.role == "assistant":
-                turn, verdict = session.journal.restore(turn, previous, schemas)
-                if verdict == "exact":
-                    turns[index] = turn_digest(turn)
-                self._verdicts[verdict] += keep
+                found = session.journal.restore(turn, previous, schemas)
+                turn, turns[index] = found.turn, found.digest
+                self._verdicts[found.verdict] += keep
             restored.append(turn)
-            previous = asked
+            previous = turns[index].key
         return replace(conversation, turns=tuple(restored))
 
     def _remember(self, done: Finished) -> None:
@@ -207,7 +205,7 @@ class Sessions:
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch
         if not alive or place.kind == "side" or done.answered is None:
             return
-        session.journal.record(done.blocks, done.sampled, place.turns[-1] if place.turns else None)
+        session.journal.record(done.blocks, done.sampled, place.turns[-1].key if place.turns else b"")
         branch.remember(done.answered)
         if place.scope:
             keys = chain(place.scope, branch.head, done.answered.turns[done.answered.head :])
@@ -227,6 +225,11 @@ class Sessions:
         ):
             self._dropped += 1
             self.forget(next(iter(self._sessions)))
+
+
+def _found_by(turn: Turn) -> TurnDigest:
+    """The digest of a turn; that of an assistant turn has only its key, until its exact tokens were looked for."""
+    return TurnDigest(turn.role, answer_key(turn), ()) if turn.role == "assistant" else turn_digest(turn)
 
 
 def _head(conversation: Conversation) -> bytes:

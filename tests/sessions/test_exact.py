@@ -7,8 +7,8 @@ from parsers.events import Boundary
 from sessions.digest import turn_digest
 from sessions.exact import Journal, sampled_turn
 
-USER = turn_digest(Turn("user", (Text("Hello"),)))
-OTHER = turn_digest(Turn("user", (Text("Other"),)))
+USER = turn_digest(Turn("user", (Text("Hello"),))).key
+OTHER = turn_digest(Turn("user", (Text("Other"),))).key
 IDS = Sampled((5, 6, 4_000_000_000, 7), 2, "rest")
 CALLS = (
     Thinking("hm", "ftabc"),
@@ -24,53 +24,56 @@ def journal(*blocks: object, max_tokens: int = 1000) -> Journal:
 
 
 def test_a_turn_is_found_by_its_call_ids_anywhere_in_the_session() -> None:
-    turn, verdict = journal(*CALLS).restore(Turn("assistant", CALLS[1:]), OTHER, {})
-    assert (verdict, turn.sampled, turn.blocks) == ("exact", IDS, CALLS)
+    restored = journal(*CALLS).restore(Turn("assistant", CALLS[1:]), OTHER, {})
+    assert (restored.verdict, restored.turn.sampled, restored.turn.blocks) == ("exact", IDS, CALLS)
+    assert restored.digest == turn_digest(restored.turn)
 
 
 def test_call_ids_keep_the_clients_spelling_because_its_outputs_refer_to_it() -> None:
     stripped = tuple(replace(call, id=call.id.replace("_", "")) for call in CALLS[1:])
-    turn, verdict = journal(*CALLS).restore(Turn("assistant", stripped), OTHER, {})
-    assert verdict == "exact"
-    assert [block.id for block in turn.blocks if isinstance(block, ToolCall)] == ["toolua1", "toolub2"]
+    restored = journal(*CALLS).restore(Turn("assistant", stripped), OTHER, {})
+    assert restored.verdict == "exact"
+    assert restored.digest == turn_digest(restored.turn)
+    assert [block.id for block in restored.turn.blocks if isinstance(block, ToolCall)] == ["toolua1", "toolub2"]
 
 
 def test_all_parallel_calls_must_match() -> None:
     made = journal(*CALLS)
     for blocks in (CALLS[1:2], (CALLS[1], replace(CALLS[2], id="toolu_x")), (CALLS[2], CALLS[1])):
-        turn, verdict = made.restore(Turn("assistant", blocks), USER, {})
-        assert (verdict, turn.sampled, turn.blocks) == ("edited", None, blocks)
+        restored = made.restore(Turn("assistant", blocks), USER, {})
+        assert (restored.verdict, restored.turn) == ("edited", Turn("assistant", blocks))
+        assert restored.digest == turn_digest(restored.turn)
 
 
 def test_calls_of_two_turns_are_not_one_turn() -> None:
     made = Journal(1000)
     for call in CALLS[1:]:
         made.record((call,), IDS, USER)
-    assert made.restore(Turn("assistant", CALLS[1:]), USER, {})[1] == "edited"
+    assert made.restore(Turn("assistant", CALLS[1:]), USER, {}).verdict == "edited"
 
 
 def test_a_ticket_finds_a_turn_without_calls() -> None:
     made = journal(Thinking("hm", "ftabc"), Text("Yes."))
-    assert made.restore(Turn("assistant", (Thinking("", "ftabc"), Text("Yes."))), OTHER, {})[1] == "exact"
-    assert made.restore(Turn("assistant", (Thinking("other", "ftabc"), Text("Yes."))), USER, {})[1] == "edited"
+    assert made.restore(Turn("assistant", (Thinking("", "ftabc"), Text("Yes."))), OTHER, {}).verdict == "exact"
+    assert made.restore(Turn("assistant", (Thinking("other", "ftabc"), Text("Yes."))), USER, {}).verdict == "edited"
 
 
 def test_text_finds_a_turn_only_after_the_same_turn() -> None:
     made = journal(Thinking("hm", "ftabc"), Text("\n\nYes,  it is. "))
     echo = Turn("assistant", (Text("Yes,  it is."),))
-    turn, verdict = made.restore(echo, USER, {})
-    assert (verdict, turn.sampled) == ("exact", IDS)
-    assert turn.blocks[0] == Thinking("hm", "ftabc")
-    assert made.restore(echo, OTHER, {})[1] == "unknown"
-    assert made.restore(Turn("assistant", (Text("Yes, it is."),)), USER, {})[1] == "edited"
-    assert made.restore(Turn("assistant", (Text("No."),)), USER, {})[1] == "unknown"
+    restored = made.restore(echo, USER, {})
+    assert (restored.verdict, restored.turn.sampled) == ("exact", IDS)
+    assert restored.turn.blocks[0] == Thinking("hm", "ftabc")
+    assert made.restore(echo, OTHER, {}).verdict == "unknown"
+    assert made.restore(Turn("assistant", (Text("Yes, it is."),)), USER, {}).verdict == "edited"
+    assert made.restore(Turn("assistant", (Text("No."),)), USER, {}).verdict == "unknown"
 
 
 def test_the_latest_of_two_equal_answers_is_taken() -> None:
     made = journal(Text("Yes."))
     later = Sampled((9,))
     made.record((Text("Yes."),), later, USER)
-    assert made.restore(Turn("assistant", (Text("Yes."),)), USER, {})[0].sampled == later
+    assert made.restore(Turn("assistant", (Text("Yes."),)), USER, {}).turn.sampled == later
 
 
 def test_the_journal_is_bounded_and_forgets_what_is_not_echoed() -> None:
@@ -78,10 +81,10 @@ def test_the_journal_is_bounded_and_forgets_what_is_not_echoed() -> None:
     turns = [Turn("assistant", (ToolCall(f"toolu_{n}", "Bash", "{}"),)) for n in range(5)]
     for turn in turns[:3]:
         made.record(turn.blocks, IDS, USER)
-    assert made.restore(turns[0], USER, {})[1] == "exact"
+    assert made.restore(turns[0], USER, {}).verdict == "exact"
     made.record(turns[3].blocks, IDS, USER)
     assert made.tokens == 12
-    assert [made.restore(turn, USER, {})[1] for turn in turns] == ["exact", "unknown", "exact", "exact", "unknown"]
+    assert [made.restore(turn, USER, {}).verdict for turn in turns] == ["exact", "unknown", "exact", "exact", "unknown"]
 
 
 def test_an_entry_larger_than_the_journal_is_not_kept() -> None:
