@@ -205,3 +205,7 @@ FT_API int ft_write_pages(Context* c, const float* k, const float* v, void* keys
                           int64_t pages, int64_t kv_heads, int64_t head_dim, const ft::Batch* batch) {
   return guarded(c, [&] { ft::write_pages(*c, k, v, {keys, values, bfloat != 0, pages, kv_heads, head_dim}, *batch); });
 }
+
+FT_API int ft_read(Context* c, const void* memory, int64_t bytes, std::uint64_t* sum) {
+  return guarded(c, [&] { *sum = ft::read_all(*c, memory, bytes); });
+}

@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, Sequence[type[ctypes._CDataType]]] = {
     "ft_conv": (_pointer, _int64, _int64, _pointer, _pointer, _int64, _batch, _pointer),
     "ft_gated_delta": (*(_pointer,) * 5, *(_int64,) * 4, _pointer, _int64, _batch, _pointer),
     "ft_attention": (_pointer, _int64, _pointer, _pointer, _int, _int64, _int64, _int64, _float, _batch, _pointer),
+    "ft_read": (_pointer, _int64, _pointer),
     "ft_write_pages": (_pointer, _pointer, _pointer, _pointer, _int, _int64, _int64, _int64, _batch),
 }
 

@@ -79,7 +79,9 @@ class NativeOps:
     def pack(self, weight: Tensor) -> PackedWeight:
         _check("weight", weight, (None, None), *_WEIGHTS)
         out, inner = weight.shape
-        packed = PackedWeight(self._room(weight, _panels(out, _PANEL) * inner), out, inner, _is_bfloat(weight))
+        packed = PackedWeight(
+            self.room(weight.element_size() * _panels(out, _PANEL) * inner), out, inner, _is_bfloat(weight)
+        )
         self._call(self._library.ft_pack, weight.data_ptr(), packed.bfloat, out, inner, packed.buffer.data_ptr())
         return packed
 
@@ -101,18 +103,22 @@ class NativeOps:
         )
         return y
 
+    def room_for_experts(self, count: int, hidden: int, inner: int, dtype: torch.dtype) -> PackedExperts:
+        """Uninitialised experts, to be filled by ``pack_experts`` or, where any values do, directly."""
+        return PackedExperts(
+            self.room(dtype.itemsize * count * _panels(inner, _HALF) * hidden),
+            self.room(dtype.itemsize * count * _panels(hidden, _PANEL) * inner),
+            count,
+            hidden,
+            inner,
+            dtype == torch.bfloat16,
+        )
+
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         _check("down", down, (None, None, None), *_WEIGHTS)
         count, hidden, inner = down.shape
         _check("gate_up", gate_up, (count, 2 * inner, hidden), down.dtype)
-        packed = PackedExperts(
-            self._room(gate_up, count * _panels(inner, _HALF) * hidden),
-            self._room(down, count * _panels(hidden, _PANEL) * inner),
-            count,
-            hidden,
-            inner,
-            _is_bfloat(down),
-        )
+        packed = self.room_for_experts(count, hidden, inner, down.dtype)
         self._call(
             self._library.ft_pack_experts,
             gate_up.data_ptr(),
@@ -356,6 +362,15 @@ class NativeOps:
             view,
         )
 
+    # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def read(self, memory: Tensor) -> int:
+        """XOR of the 64-bit words in the whole MiB of ``memory`` (uint8 [bytes]), read by all threads."""
+        _check("memory", memory, (None,), torch.uint8)
+        total = ctypes.c_uint64()
+        self._call(self._library.ft_read, memory.data_ptr(), memory.numel(), ctypes.addressof(total))
+        return total.value
+
     # ── crossing over ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _call(self, function: ctypes._NamedFuncPointer, *arguments: int | float | BatchView | None) -> None:
@@ -384,9 +399,8 @@ class NativeOps:
         self._viewed = (batch, view)
         return view
 
-    def _room(self, weight: Tensor, elements: int) -> Tensor:
-        """Bytes for packed weights, on large pages where they fill one."""
-        size = elements * weight.element_size()
+    def room(self, size: int) -> Tensor:
+        """uint8 [size], uninitialised, on large pages where it fills one."""
         if size < _LARGE_PAGE:
             return torch.empty(size, dtype=torch.uint8)
         room = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
