@@ -209,6 +209,7 @@ def _text_model(tiny: Tiny, vocab: int) -> dict[str, Tensor]:
             keys, values = KEY_HEADS * LINEAR_DIM, VALUE_HEADS * LINEAR_DIM
             mixer = f"{name}.linear_attn"
             linear(f"{mixer}.in_proj_qkv", 2 * keys + values, tiny.hidden)
+            out[f"{mixer}.in_proj_qkv.weight"] *= 2  # keeps the output, which is normalised, well above rounding
             linear(f"{mixer}.in_proj_z", values, tiny.hidden)
             linear(f"{mixer}.in_proj_a", VALUE_HEADS, tiny.hidden)
             linear(f"{mixer}.in_proj_b", VALUE_HEADS, tiny.hidden)

@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 from engine.api import (
-    Admitted, Anchor, Done, EngineConfig, Failed, Reply, Request, Reuse, Sampling, TokenLogprob, Tokens, Watch,
+    Admitted,
+    Anchor,
+    Done,
+    EngineConfig,
+    Failed,
+    Reply,
+    Request,
+    Reuse,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+    Watch,
 )  # fmt: skip
 from engine.memory.memory import Memory
 from engine.sampling import Logits
