@@ -205,7 +205,8 @@ class Sessions:
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch
         if not alive or place.kind == "side" or done.answered is None:
             return
-        session.journal.record(done.blocks, done.sampled, place.turns[-1].key if place.turns else b"")
+        if done.sampled.ids:
+            session.journal.record(done.blocks, done.sampled, place.turns[-1].key if place.turns else b"")
         branch.remember(done.answered)
         if place.scope:
             keys = chain(place.scope, branch.head, done.answered.turns[done.answered.head :])

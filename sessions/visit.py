@@ -53,7 +53,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Finished:
-    """What ``Visit.finish`` hands over to be remembered; ``answered`` is None if nothing was sampled."""
+    """What ``Visit.finish`` hands over to be remembered; ``answered`` is None if there is no answer, for then nobody
+    knows how much of the prompt was computed."""
 
     place: Place
     answered: Asked | None
@@ -113,12 +114,13 @@ class Visit:
         report: ReuseReport,
         complete: bool,
     ) -> None:
-        """``sampled`` may be cut short (``complete`` False): what the client got of it, it may send back. ``blocks``
-        carry the call ids and tickets that the client was given. The second call of a visit does nothing."""
+        """``sampled`` may be cut short (``complete`` False): what the client got of it, it may send back. It is empty
+        where no tokens stand for what the client got. ``blocks`` carry the call ids and tickets that the client was given.
+        The second call of a visit does nothing."""
         remember, self._remember = self._remember, None
         if remember is None:
             return
-        answered = self._answered(prompt, sampled, blocks) if sampled else None
+        answered = self._answered(prompt, sampled, blocks) if sampled or blocks else None
         exact = sampled_turn(sampled, blocks, boundaries)
         remember(Finished(self._place, answered, tuple(blocks), exact, report, complete))
 
@@ -137,6 +139,8 @@ class Visit:
 
     def _answered(self, prompt: Prompt, sampled: Sequence[int], blocks: Sequence[Block]) -> Asked:
         asked = self._asked(prompt)
+        if not sampled:
+            return asked
         return Asked(
             asked.tokens + pack(sampled),
             asked.tools,

@@ -159,6 +159,21 @@ def test_finish_counts_once_and_an_empty_answer_is_not_remembered(world: Any) ->
     assert report.header() == f"resumed=0, replayed=0, new={report.prompt}, cause=first_request"
 
 
+def test_an_answer_without_exact_tokens_still_leaves_its_prompt(keeping_world: Any) -> None:
+    """A stop string ended it in the middle of a token."""
+    agent = keeping_world.claude().user("Hello")
+    visit = keeping_world.sessions.begin(agent.meta, Conversation(tuple(agent.turns), agent.tools), "one")
+    prompt = keeping_world.family.render(visit.conversation)
+    report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    visit.finish(prompt, (), (Text("Hi."),), (), report, True)
+    keeping_world.engine.known.append(prompt.ids)
+    agent.turns.append(Turn("assistant", (Text("Hi."),)))
+    outcome = agent.user("Go on.").ask(Text("Yes."))
+    assert outcome.report.cause == "none"
+    assert outcome.report.resumed == len(prompt.ids)
+    assert keeping_world.sessions.stats()["echo_unknown"] == 1
+
+
 def test_memory_is_bounded_under_ten_thousand_sessions(worlds: Any) -> None:
     world = worlds(Limits(max_sessions=50, max_tokens=20_000))
     meta = world.claude().meta
