@@ -27,6 +27,7 @@ SDK_ERRORS = (anthropic.AnthropicError, openai.OpenAIError)
 class Row:
     """One request: its prompt's tokens by where they came from, and the seconds to the first token of its answer."""
 
+    protocol: str
     name: str
     resumed: int
     replayed: int
@@ -50,7 +51,8 @@ Record = Callable[[Row], None]
 class Stopwatch:
     """Records a request when its answer begins; started before the request is sent."""
 
-    def __init__(self, name: str, record: Record) -> None:
+    def __init__(self, protocol: str, name: str, record: Record) -> None:
+        self._protocol = protocol
         self._name = name
         self._record = record
         self._start = time.monotonic()
@@ -64,7 +66,7 @@ class Stopwatch:
         seconds = time.monotonic() - self._start
         reuse = dict(part.strip().split("=", 1) for part in headers["x-ft-reuse"].split(","))
         resumed, replayed, new = (int(reuse[name]) for name in ("resumed", "replayed", "new"))
-        self._record(Row(self._name, resumed, replayed, new, reuse["cause"], seconds))
+        self._record(Row(self._protocol, self._name, resumed, replayed, new, reuse["cause"], seconds))
 
 
 def anthropic_client(url: str) -> anthropic.Anthropic:
@@ -140,7 +142,7 @@ class MessagesAgent:
 
     def _request(self, name: str, on_delta: Callable[[], None], **body: Any) -> list[dict[str, Any]]:
         """The content blocks of the answer, as the next request sends them back."""
-        watch = Stopwatch(name, self._record)
+        watch = Stopwatch("Messages", name, self._record)
         with self._client.messages.stream(model=MODEL, **body) as stream:
             for event in stream:
                 if event.type == "content_block_delta":
@@ -186,7 +188,7 @@ class OpenAIAgent:
             for n, (d, p) in TOOLS.items()
         ]
         output: list[dict[str, Any]] = []
-        watch = Stopwatch(name, self._record)
+        watch = Stopwatch("Responses", name, self._record)
         create = self._client.responses.with_streaming_response.create
         with create(model=MODEL, input=items, tools=tools, store=False, stream=True) as raw:
             for event in raw.parse():
@@ -202,7 +204,7 @@ class OpenAIAgent:
             for n, (d, p) in TOOLS.items()
         ]
         text, calls = "", list[dict[str, Any]]()
-        watch = Stopwatch(name, self._record)
+        watch = Stopwatch("Chat Completions", name, self._record)
         create = self._client.chat.completions.with_streaming_response.create
         with create(model=MODEL, messages=messages, tools=tools, stream=True) as raw:
             for chunk in raw.parse():

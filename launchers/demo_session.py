@@ -37,7 +37,7 @@ def run() -> int:
     except (DemoError, WorkspaceError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError, *SDK_ERRORS) as e:
         console.print(f"error: {e}", style="red", markup=False)
         return 1
-    console.print(table(rows))
+    console.print(table(rows), "")
     return verdict(console, rows, seconds)
 
 
@@ -63,7 +63,7 @@ def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
 
         def record(row: Row) -> None:
             rows.append(row)
-            status.update(row.name)
+            status.update(f"{row.protocol}: {row.name}")
 
         workspace = Workspace(project)
         seconds = requests(server, workspace, record)
@@ -76,30 +76,30 @@ def requests(server: ChildServer, workspace: Workspace, record: Record) -> float
     """Everything a harness does to a conversation, in one session."""
     agent = MessagesAgent(server.url, workspace, record)
     agent.user("test_stats.py fails. Find out why and fix it.")
-    agent.step("Messages: first request")
-    agent.step("Messages: tool output")
+    agent.step("first request")
+    agent.step("tool output")
     agent.drop_thinking()
-    agent.step("Messages: tool output, client stripped thinking")
-    agent.step("Messages: long tool output")
-    agent.step("Messages: tool output")
-    agent.step("Messages: tool output")
-    agent.title("Messages: title, on the side")
+    agent.step("client cuts thinking")
+    agent.step("long tool output")
+    agent.step("tool output")
+    agent.step("tool output")
+    agent.title("title on the side")
     agent.user("Add a median.")
-    agent.step("Messages: next user turn")
-    agent.step("Messages: tool output")
+    agent.step("next user turn")
+    agent.step("tool output")
     agent.clear_outputs(keep=1)
     agent.user("Which files did you change?")
-    agent.step("Messages: client cleared old tool outputs")
+    agent.step("client clears outputs")
 
     other = OpenAIAgent(server.url, workspace, record)
-    other.responses("Review stats.py.", ["Responses: first request", "Responses: tool output"])
-    other.chat("How long is stats.py?", ["Chat: first request", "Chat: tool output"])
+    other.responses("Review stats.py.", ["first request", "tool output"])
+    other.chat("How long is stats.py?", ["first request", "tool output"])
 
     agent.user("Write a report.")
     seconds = kill_during(server, agent)
-    agent.step("Messages: the same again")
+    agent.step("the same again")
     agent.user("Thank you.")
-    agent.step("Messages: next user turn")
+    agent.step("next user turn")
     return seconds
 
 
@@ -114,7 +114,7 @@ def kill_during(server: ChildServer, agent: MessagesAgent) -> float:
             os.kill(server.worker_pid, signal.SIGKILL)
 
     try:
-        agent.step("Messages: worker killed in mid-answer", kill)
+        agent.step("worker killed", kill)
     except SDK_ERRORS:
         return time.monotonic() - killed
     raise DemoError("the worker was killed, but the stream ended as if nothing had happened")
@@ -129,15 +129,20 @@ def check_counters(server: ChildServer) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    shown = Table(title="What each request had to compute, in tokens", title_justify="left")
-    shown.add_column("request")
+    """Narrow enough for 80 columns."""
+    shown = Table(box=None, padding=(0, 1, 0, 0))
+    shown.add_column("request", no_wrap=True)
     for name in ("prompt", "resumed", "replayed", "new"):
-        shown.add_column(name, justify="right")
-    shown.add_column("cause")
-    shown.add_column("TTFT", justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("cause", no_wrap=True)
+    shown.add_column("TTFT", justify="right", no_wrap=True)
+    protocol = ""
     for row in rows:
+        if row.protocol != protocol:
+            protocol = row.protocol
+            shown.add_row(protocol, style="bold")
         numbers = (f"{n:,}" for n in (row.prompt, row.resumed, row.replayed, row.new))
-        shown.add_row(row.name, *numbers, row.cause, f"{row.ttft * 1000:,.0f} ms")
+        shown.add_row(f"  {row.name}", *numbers, row.cause, f"{row.ttft:.2f} s")
     return shown
 
 
