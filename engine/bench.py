@@ -11,16 +11,21 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from engine.api import EngineConfig
 from engine.bandwidth import matmul_probe, read_probe
-from engine.bench_stack import SHAPES, Cost, Stack
+from engine.bench_model import ModelRun
+from engine.bench_stack import SHAPES, Cost, Progress, Stack
 from engine.native.library import NativeLibraryError
 from engine.native.ops import NativeOps
+from engine.weights.errors import CheckpointError
 
 EXAMPLES = """examples:
   python -P -m engine.bench decode                          one token at a time through a Qwen3.6-shaped stack
@@ -84,16 +89,50 @@ class Yardsticks:
     """The three limits, sampled while the thing itself is timed."""
 
     def __init__(self, ops: NativeOps) -> None:
+        self._threads = ops.threads
         self._read = read_probe(ops)
         self._float32, self._bfloat16 = matmul_probe(torch.float32), matmul_probe(torch.bfloat16)
         self.sample()
 
     def sample(self) -> None:
+        torch.set_num_threads(self._threads)
         for probe in (self._read, self._float32, self._bfloat16):
             probe.sample()
+        # Our own threads do the work of a step; torch's would only spin beside them.
+        torch.set_num_threads(1)
 
     def limits(self) -> Limits:
         return Limits(self._read.rate, self._float32.rate, self._bfloat16.rate)
+
+
+def progress(console: Console) -> Progress:
+    def tell(what: str, done: int, total: int) -> None:
+        console.print(f"{what}: {done}/{total}", highlight=False)
+
+    return tell
+
+
+def time_model(options: argparse.Namespace, ops: NativeOps, console: Console) -> Report:
+    """The median decode step, or prompt, of a real checkpoint; raises CheckpointError."""
+    config = EngineConfig(
+        model=str(options.model),
+        dtype=options.dtype,
+        instruction_set=options.instruction_set,
+        threads=options.threads,
+        max_sequences=1,
+    )
+    model, yardsticks = ModelRun(config, progress(console)), Yardsticks(ops)
+    times = []
+    for _ in range(PROBE_EVERY):
+        if options.what == "decode":
+            times += model.decode(options.context, ceil(options.repeats / PROBE_EVERY))
+        else:
+            times.append(model.prefill(options.tokens))
+        yardsticks.sample()
+    tokens = 1 if options.what == "decode" else options.tokens
+    return Report.of(
+        options.what, options.model.name, ops, tokens, median(times), model.cost(tokens), yardsticks.limits()
+    )
 
 
 def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) -> Report:
@@ -103,12 +142,9 @@ def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) ->
     repeats = options.repeats
     dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
 
-    def tell(what: str, done: int, total: int) -> None:
-        console.print(f"filling {what}: {done}/{total}", highlight=False)
-
     yardsticks = Yardsticks(ops)
     context = options.context + (repeats + 1) * rows
-    stack = Stack(ops, SHAPES[options.shape], options.layers, sequences, context, dtype, tell)
+    stack = Stack(ops, SHAPES[options.shape], options.layers, sequences, context, dtype, progress(console))
     times, costs = [], []
     generator = torch.Generator().manual_seed(2)
     for repeat in range(repeats + 1):
@@ -121,7 +157,7 @@ def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) ->
         if repeat % (PROBE_EVERY if decode else 1) == 0:
             yardsticks.sample()
     middle = sorted(range(1, repeats + 1), key=times.__getitem__)[repeats // 2]
-    subject = f"{options.shape} x {options.layers} layers, {options.dtype}"
+    subject = f"{options.shape} x {options.layers} layers, {str(dtype).removeprefix('torch.')}"
     return Report.of(options.what, subject, ops, sequences * rows, times[middle], costs[middle], yardsticks.limits())
 
 
@@ -158,20 +194,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="tokens per prefill chunk (default 512)")
     parser.add_argument("--sequences", type=int, default=1, help="sequences decoded at once (default 1)")
     parser.add_argument("--context", type=int, default=1024, help="tokens already in the context (default 1024)")
-    parser.add_argument("--repeats", type=int, default=0, help="steps to time (default: 40 decode, 3 prefill)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument("--repeats", type=int, default=0, help="steps to time (default: 40 decode, 4 prefill)")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the weights")
     parser.add_argument("--threads", type=int, default=0, help="default: one per physical core")
     parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or scalar")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
-    options.repeats = options.repeats or (40 if options.what == "decode" else 3)
+    options.repeats = options.repeats or (40 if options.what == "decode" else 4)
     for name in ("layers", "tokens", "sequences", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if options.context < 0 or options.threads < 0:
         parser.error("--context and --threads cannot be negative")
-    if options.model is not None and not options.model.is_dir():
-        parser.error(f"--model {options.model} is not a directory")
+    if options.model is not None and options.sequences != 1:
+        parser.error("--sequences is for the random stack only")
     return options
 
 
@@ -180,11 +216,10 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         ops = NativeOps(options.instruction_set, options.threads)
-    except NativeLibraryError as error:
+        report = (time_stack if options.model is None else time_model)(options, ops, console)
+    except (NativeLibraryError, CheckpointError, ValueError) as error:
         print(f"ft bench: {error}", file=sys.stderr)
         return 1
-    torch.set_num_threads(ops.threads)
-    report = time_stack(options, ops, console)
     if options.json:
         print(json.dumps(asdict(report)))
     else:

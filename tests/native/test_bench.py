@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from engine import bench
 from engine.bandwidth import Probe
+from engine.checkpoint import write_tiny
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
@@ -37,7 +39,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["decode", "--layers", "0"], "--layers must be at least 1"),
-        (["decode", "--model", "/nowhere"], "is not a directory"),
+        (["decode", "--model", "x", "--sequences", "2"], "for the random stack only"),
         (["decode", "--context", "-1"], "cannot be negative"),
         ([], "required"),
     ],
@@ -46,3 +48,17 @@ def test_wrong_options(arguments: list[str], message: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "read_probe", lambda ops: bench_probe())
+    monkeypatch.setattr(bench, "matmul_probe", lambda dtype: bench_probe())
+    model = write_tiny("qwen3_5_moe", tmp_path / "model")
+    for what in ("decode", "prefill"):
+        assert (
+            bench.main([what, "--model", str(model), "--repeats", "4", "--tokens", "70", "--threads", "1", "--json"])
+            == 0
+        )
+        assert json.loads(capsys.readouterr().out)["bytes_per_token"] > 0
+    assert bench.main(["decode", "--model", str(tmp_path / "absent")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
