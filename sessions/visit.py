@@ -115,8 +115,8 @@ class Visit:
         complete: bool,
     ) -> None:
         """``sampled`` may be cut short (``complete`` False): what the client got of it, it may send back. It is empty
-        where no tokens stand for what the client got. ``blocks`` carry the call ids and tickets that the client was given.
-        The second call of a visit does nothing."""
+        where no tokens stand for what the client got. ``blocks`` carry the call ids and tickets that the client was
+        given. The second call of a visit does nothing."""
         remember, self._remember = self._remember, None
         if remember is None:
             return
