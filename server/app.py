@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
@@ -67,6 +67,10 @@ def create_app(state: ServerState) -> Starlette:
         state.counters.errors += 1
         return _error_response(request, error)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        state.counters.disconnects += 1
+        return Response(status_code=499)  # nobody is left to read it
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         _log.info("serving %s", ", ".join(state.settings.models))
@@ -90,7 +94,7 @@ def create_app(state: ServerState) -> Starlette:
             Route("/health", health),
         ],
         middleware=[Middleware(Guard, settings=state.settings)],
-        exception_handlers={ApiError: fail, HTTPException: fail, Exception: fail},
+        exception_handlers={ApiError: fail, HTTPException: fail, ClientDisconnect: gone, Exception: fail},
         lifespan=lifespan,
     )
 
@@ -107,7 +111,8 @@ async def _deny_websocket(websocket: WebSocket) -> None:
 
 
 def _error_response(request: Request, error: Exception) -> Response:
-    """In the caller's protocol. What went wrong inside the server is for the log only."""
+    """In the caller's protocol. What went wrong inside the server is for the log only, where the ASGI server writes the
+    traceback."""
     path = request.url.path
     headers = {name.lower(): value for name, value in request.headers.items()}
     match error:
@@ -117,8 +122,7 @@ def _error_response(request: Request, error: Exception) -> Response:
             kind = _HTTP_KINDS.get(error.status_code, "invalid")
             ours = ApiError(kind, f"{request.method} {path}: {error.detail}")
         case _:
-            _log.error("%s %s failed", request.method, path, exc_info=error)
-            ours = ApiError("internal", "internal error; the server's log has the details")
+            ours = ApiError("internal", errors.INTERNAL_MESSAGE)
     shape = errors.shape_of(path, headers)
     level = logging.WARNING if errors.status(ours, shape) >= 500 else logging.INFO
     _log.log(level, "%s %s: %d %s", request.method, path, errors.status(ours, shape), ours.message)

@@ -75,7 +75,11 @@ async def stats(state: ServerState) -> dict[str, Any]:
     return {
         "engine": engine,
         "sessions": state.sessions.stats(),
-        "server": {**state.counters.values(), "workers_lost": state.engine.lost},
+        "server": {
+            **state.counters.values(),
+            "workers_lost": state.engine.lost,
+            "max_body_bytes": state.settings.max_body_bytes,
+        },
     }
 
 

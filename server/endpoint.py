@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
-    """Answers one generation request, as a stream or whole. Raises ApiError."""
+    """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
     body = await read_body(request, state.settings.max_body_bytes)
     try:
@@ -32,11 +32,7 @@ async def answer(request: Request, state: ServerState, protocol: WireProtocol) -
     except ValidationError as error:
         raise ApiError.from_validation(error) from error
     check_model(state, inbound.meta.model)
-    try:
-        return await _unless_disconnected(request, _answer(state, inbound))
-    except ClientDisconnect:
-        state.counters.disconnects += 1
-        return Response(status_code=499)  # nobody is left to read it
+    return await _unless_disconnected(request, _answer(state, inbound))
 
 
 async def _answer(state: ServerState, inbound: Inbound) -> Response:

@@ -64,6 +64,9 @@ _FROM_ENGINE: dict[EngineErrorKind, ErrorKind] = {
 }
 
 
+INTERNAL_MESSAGE = "internal error; the server's log has the details"
+
+
 class ApiError(Exception):
     """A request's error in no protocol's shape yet. ``openai_message`` replaces ``message`` where OpenAI's clients
     look for another text. ``retry_after`` is in seconds, 0 for no advice."""
@@ -89,7 +92,7 @@ class ApiError(Exception):
         """A ``Failed`` of the engine. What went wrong inside it is for the log, not for the client."""
         ours = _FROM_ENGINE[kind]
         if kind == "internal":
-            message = "the engine failed on this request; the server's log has the details"
+            message = INTERNAL_MESSAGE
         return cls(ours, message, retry_after=1 if ours in ("busy", "unavailable") else 0)
 
     @classmethod

@@ -295,7 +295,7 @@ class Generation:
     def _account(self, reuse: Reuse) -> None:
         """Usage and report from the engine's plan, or from what happened in the end."""
         size = len(self.prompt.ids)
-        kept = max((position for position in self._checkpoints if position <= size), default=0)
+        kept = min(size, max(self._checkpoints, default=0))
         self.usage = Usage(
             size, reuse.resumed, max(0, kept - reuse.resumed), len(self._sampled), self._reasoning_tokens()
         )

@@ -11,7 +11,7 @@ from anyio import CancelScope
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ApiError
+from server.errors import INTERNAL_MESSAGE, ApiError
 from server.generate import Generation
 from server.protocols.base import Sse, Writer
 from server.state import ServerState
@@ -54,6 +54,10 @@ class EventStream(EventSourceResponse):
             self._state.counters.errors += 1
             _log.warning("session=%s: stream ended with an error: %s", generation.session_id, error.message)
             yield frames(writer.failed(error))
+        except Exception:  # noqa: BLE001 (the headers are out: a bug, too, must end the stream as the protocol says)
+            self._state.counters.errors += 1
+            _log.exception("session=%s: stream failed", generation.session_id)
+            yield frames(writer.failed(ApiError("internal", INTERNAL_MESSAGE)))
         self._finished = True
         if generation.report is not None:
             yield f": x-ft-reuse {generation.report.header()}\n\n".encode()

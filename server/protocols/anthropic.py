@@ -120,6 +120,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     output_config: _OutputConfig | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
 
 
 def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
@@ -128,6 +129,8 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
     choice = request.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         raise invalid(f"tool_choice {choice.type!r} is not supported yet; use auto or none", "tool_choice")
+    if request.mcp_servers:
+        raise invalid("mcp_servers: this server connects to no MCP servers; the client must", "mcp_servers")
     return Inbound(
         conversation,
         Options(

@@ -72,7 +72,7 @@ class AnthropicWriter:
         return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
 
 
-def _event(name: str, **fields: Any) -> Sse:
+def _event(name: str, /, **fields: Any) -> Sse:
     return name, {"type": name, **fields}
 
 

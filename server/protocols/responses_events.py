@@ -67,11 +67,11 @@ class ResponsesWriter:
     def _lifecycle(self, name: str) -> Sse:
         return self._event(name, response=dict(self._response))
 
-    def _event(self, name: str, **fields: Any) -> Sse:
+    def _event(self, name: str, /, **fields: Any) -> Sse:
         number, self._sequence = self._sequence, self._sequence + 1
         return name, {"type": name, "sequence_number": number, **fields}
 
-    def _in_item(self, name: str, index: int, **fields: Any) -> Sse:
+    def _in_item(self, name: str, index: int, /, **fields: Any) -> Sse:
         return self._event(name, item_id=self._item_id, output_index=index, **fields)
 
     def _start(self, start: BlockStart) -> list[Sse]:

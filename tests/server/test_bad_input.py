@@ -1,0 +1,171 @@
+"""Bad input: the right status, in the caller's shape, saying what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parsers.load import Family
+from tests.server.support import serving
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
+USER: Any = {"role": "user", "content": "Hi"}
+GOOD: dict[str, dict[str, Any]] = {
+    MESSAGES: {"model": "local-moe", "max_tokens": 9, "messages": [USER]},
+    RESPONSES: {"model": "local-moe", "input": "Hi"},
+    CHAT: {"model": "local-moe", "messages": [USER]},
+}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def messages(*contents: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(contents)}]}
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    # Anthropic Messages
+    (MESSAGES, {"max_tokens": None}, "max_tokens"),
+    (MESSAGES, {"max_tokens": "9"}, "max_tokens"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+    (MESSAGES, {"messages": []}, "at least one message"),
+    (MESSAGES, {"messages": "Hi"}, "messages"),
+    (MESSAGES, {"messages": [{"role": "robot", "content": "Hi"}]}, "role"),
+    (MESSAGES, {"messages": [{"role": "user"}]}, "content"),
+    (MESSAGES, {"messages": [{"role": "user", "content": ""}]}, "must have content"),
+    (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "So"}]}, "must end with a user message"),
+    (MESSAGES, messages({"type": "poem", "text": "x"}), "poem"),
+    (MESSAGES, messages({"type": "text", "text": 3}), "text"),
+    (MESSAGES, messages({"type": "image", "source": IMAGE}), "image blocks are not supported"),
+    (MESSAGES, messages({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "not allowed in user"),
+    (MESSAGES, messages({"type": "tool_result", "tool_use_id": ""}), "tool_use_id"),
+    (
+        MESSAGES,
+        messages({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": IMAGE}]}),
+        "image blocks are not supported",
+    ),
+    (MESSAGES, {"system": 3}, "system"),
+    (MESSAGES, {"tools": [{"name": "x"}]}, "input_schema"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "not available here"),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "not supported yet"),
+    (MESSAGES, {"tool_choice": {"type": "sometimes"}}, "tool_choice"),
+    (MESSAGES, {"thinking": {"type": "loud"}}, "thinking"),
+    (MESSAGES, {"temperature": 9}, "temperature"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+    # Responses
+    (RESPONSES, {"input": []}, "at least one item"),
+    (RESPONSES, {"input": 3}, "input"),
+    (RESPONSES, {"input": [{"type": "message", "role": "robot", "content": "Hi"}]}, "role"),
+    (RESPONSES, {"input": [{"type": "local_shell_call", "id": "x"}]}, "local_shell_call"),
+    (RESPONSES, {"input": ["Hi"]}, "input.0"),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+        "input_image is not supported",
+    ),
+    (RESPONSES, {"tools": [{"type": "local_shell"}]}, "local_shell"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "a"}] * 2}, "unique"),
+    (RESPONSES, {"tool_choice": "required"}, "only auto and none"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "send the whole input"),
+    (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"max_output_tokens": -1}, "max_output_tokens"),
+    # Chat Completions
+    (CHAT, {"messages": []}, "at least one message"),
+    (CHAT, {"messages": [{"role": "robot", "content": "Hi"}]}, "role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "Hi"}]}, "tool_call_id"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not supported"),
+    (CHAT, {"n": 2}, "n: only 1"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "x"}]}, "functions"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"99999999": 1}}, "not a token id"),
+    (CHAT, {"top_logprobs": 2}, "needs logprobs"),
+    (CHAT, {"stop": [3]}, "stop"),
+    (CHAT, {"temperature": "hot"}, "temperature"),
+]
+
+
+def check_shape(path: str, body: dict[str, Any]) -> str:
+    """The message of an error in the shape of the path's protocol."""
+    if path.startswith(MESSAGES):
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+        assert body["request_id"].startswith("req_")
+    else:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return str(body["error"]["message"])
+
+
+async def test_each_bad_body_is_a_400_that_names_the_fault(family: Family) -> None:
+    async with serving(family) as server, server.http() as http:
+        for path, change, mark in BAD:
+            response = await http.post(path, json={**GOOD[path], **change})
+            assert response.status_code == 400, (path, change, response.text)
+            assert mark in check_shape(path, response.json()), (path, change, response.text)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert server.worker.requests == []
+        assert server.state.counters.open_generations == 0
+        assert server.state.counters.errors == len(BAD)
+
+
+@pytest.mark.parametrize("path", [*GOOD, f"{MESSAGES}/count_tokens"])
+async def test_bodies_that_are_no_json_object(family: Family, path: str) -> None:
+    bad = [b"", b"{", b'{"a": NaN}', b"[]", b"null", b'"x"', b"\xff", b"[" * 400, b'{"model": "\\ud800"}']
+    async with serving(family) as server, server.http() as http:
+        for data in bad:
+            response = await http.post(path, content=data)
+            assert response.status_code == 400, (data, response.text)
+            check_shape(path, response.json())
+        response = await http.post(path, content=b"x", headers={"content-encoding": "zstd"})
+        assert response.status_code == 400
+
+
+@pytest.mark.parametrize("path", [*GOOD, f"{MESSAGES}/count_tokens"])
+async def test_unknown_models(family: Family, path: str) -> None:
+    body = {**GOOD.get(path, GOOD[MESSAGES]), "model": "gpt-9"}
+    async with serving(family) as server, server.http() as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == 404
+    assert "'gpt-9' does not exist; this server has local-moe" in check_shape(path, response.json())
+
+
+async def test_unknown_paths_and_methods(family: Family) -> None:
+    async with serving(family) as server, server.http() as http:
+        for path in (MESSAGES, "/v1/nothing", "/"):
+            response = await http.get(path)
+            assert response.status_code == (405 if path == MESSAGES else 404)
+            check_shape(path, response.json())
+        response = await http.get("/v1/nothing", headers={"anthropic-version": "2023-06-01"})
+        check_shape(MESSAGES, response.json())
+
+
+@pytest.mark.parametrize("path", list(GOOD))
+async def test_bodies_that_are_too_large(family: Family, path: str) -> None:
+    async def endless() -> Any:
+        for _ in range(64):
+            yield b" " * 1024
+
+    async with serving(family, max_body_bytes=4096) as server, server.http() as http:
+        declared = await http.post(path, content=b" " * 5000)
+        chunked = await http.post(path, content=endless())
+    for response in (declared, chunked):
+        assert response.status_code == 413
+        assert "4096 bytes" in check_shape(path, response.json())
+
+
+@pytest.mark.parametrize("path", list(GOOD))
+async def test_what_clients_add_is_ignored(family: Family, path: str) -> None:
+    extra = {
+        "safeguards": {"mode": "plan"},
+        "context_management": {"edits": []},
+        "service_tier": "auto",
+        "client_metadata": {"a": 1},
+        "include": ["reasoning.encrypted_content"],
+    }
+    async with serving(family, "</think>\n\nHi<|im_end|>") as server, server.http() as http:
+        response = await http.post(f"{path}?beta=true", json={**GOOD[path], **extra})
+    assert response.status_code == 200, response.text
