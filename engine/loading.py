@@ -23,6 +23,9 @@ from engine.weights.errors import BadConfig
 from engine.weights.fingerprint import fingerprint
 from engine.weights.source import Source
 
+MAX_CHECKPOINTS = 4096
+"""More would make choosing which one gives way slow; only toy models reach it."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -50,7 +53,7 @@ def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     pages = config.kv_bytes // manifest.page_bytes(source.dtype)
     if pages < 2:
         raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(source.dtype)} bytes")
-    checkpoints = config.checkpoint_bytes // manifest.slot_bytes if manifest.recurrent else 0
+    checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
     live = config.max_sequences
     runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
     memory = Memory(
@@ -80,4 +83,5 @@ def make_ops(config: EngineConfig) -> tuple[Ops, str]:
         native = NativeOps(config.instruction_set, config.threads)
     except NativeLibraryError as error:
         raise BadConfig(str(error)) from error
+    torch.set_num_threads(1)  # torch only adds and copies here; its threads would compete with the kernels'
     return native, native.instruction_set

@@ -33,6 +33,7 @@ class Runner:
         manifest = model.manifest
         shape = (pages, PAGE, manifest.kv_heads, manifest.head_dim)
         self.model = model
+        self.dtype = dtype
         self.cache = Cache(
             keys=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),
             values=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -87,8 +88,19 @@ class Scheduler:
         return replies
 
     def stats(self) -> Stats:
-        gauges = {"running": float(len(self._running)), "waiting": float(len(self._waiting))}
-        return Stats({**gauges, **self.memory.gauges(), **{name: float(n) for name, n in self._counts.items()}})
+        """Gauges of now and counters since the start; sizes in bytes."""
+        manifest, gauges = self._runner.model.manifest, self.memory.gauges()
+        return Stats(
+            {
+                "running": float(len(self._running)),
+                "waiting": float(len(self._waiting)),
+                **gauges,
+                "page_bytes": float(manifest.page_bytes(self._runner.dtype)),
+                "checkpoint_slot_bytes": float(manifest.slot_bytes),
+                "peak_resident_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                **{name: float(count) for name, count in self._counts.items()},
+            }
+        )
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,8 +124,8 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        """Admit in order of arrival; who waits for another's prefill, or does not fit yet, lets later ones pass only
-        in the first case."""
+        """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
+        any other that does not fit yet is waited for."""
         for sequence in list(self._waiting):
             if len(self._running) >= self._config.max_sequences:
                 return
@@ -122,6 +134,8 @@ class Scheduler:
             if self._shared_by_another(sequence, plan.position):
                 continue
             if not self.memory.fits(plan, sequence.pages_needed(), side=request.side):
+                if self._running and request.side:
+                    continue
                 if self._running:
                     return
                 self._waiting.remove(sequence)
@@ -131,6 +145,7 @@ class Scheduler:
             sequence.lease = self.memory.open(plan, request.session, side=request.side)
             sequence.fed = plan.position
             sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
+            self.memory.unpin(sequence.lease)
             for anchor in request.anchors:
                 wanted = Want(anchor.kind, anchor.priority, anchor.pinned)
                 self.memory.renew(sequence.lease, anchor.position // self._grid * self._grid, wanted)

@@ -10,13 +10,10 @@ from engine.memory.memory import Lease
 from engine.memory.states import Want
 from engine.sampling import Sampler
 
-TIP = Want("tip", 1.0, tip=True)
+TIP = Want("tip", 60.0, tip=True)
 """Where a turn ended: the next turn most likely goes on here."""
-BRANCH = Want("branch", 0.5)
+BRANCH = Want("branch", 40.0)
 """Where a prompt left what was computed before: others may leave it there too."""
-LATTICE = Want("lattice", 0.0)
-LATTICE_TOKENS = 2048
-"""Distance of the checkpoints that long prefills leave in any case."""
 
 
 @dataclass(eq=False)
@@ -67,10 +64,7 @@ class Sequence:
         return time.monotonic() - self.prefilled if self.prefilled else 0.0
 
     def plan_checkpoints(self, resumed: int, divergence: int, grid: int) -> None:
-        """Choose what to keep in prefill: anchors, moved down to the grid, where the prompt diverged, and a lattice."""
-        end = len(self.tokens)
-        for position in range(-(-(resumed + 1) // LATTICE_TOKENS) * LATTICE_TOKENS, end, LATTICE_TOKENS):
-            self.want(position, LATTICE)
+        """Choose what to keep in prefill: anchors, moved down to the grid, and where the prompt diverged."""
         if resumed < divergence < self.prompt:
             self.want(divergence // grid * grid, BRANCH)
         for anchor in self.request.anchors:

@@ -71,7 +71,7 @@ class Memory:
         nodes = [*plan.pages, plan.partial] if plan.partial else plan.pages
         if side:
             borrowed = sum(1 for node in nodes if node.side and not self.pool.held(node.page))
-            return self.pool.free + self.index.side_pages() - borrowed >= needed
+            return self.pool.free >= needed or self.pool.free + self.index.side_pages() - borrowed >= needed
         return self.pool.total - self.pool.held_pages - sum(not self.pool.held(node.page) for node in nodes) >= needed
 
     def open(self, plan: Plan, session: str, *, side: bool) -> Lease:
@@ -132,7 +132,7 @@ class Memory:
 
     def reserve_slot(self, lease: Lease, want: Want) -> int | None:
         """A slot to copy the recurrent state into; to be passed to ``capture`` or ``give_back``."""
-        return self.checkpoints.take(want, side=lease.side) if self.recurrent else None
+        return self.checkpoints.take(want, self.index.clock, side=lease.side) if self.recurrent else None
 
     def give_back(self, slot: int) -> None:
         self.checkpoints.give_back(slot)
@@ -159,6 +159,13 @@ class Memory:
 
         self.checkpoints.add(checkpoint, behind)
         return True
+
+    def unpin(self, lease: Lease) -> None:
+        """Release this session's pins on the way of a prompt; its request then says which still hold."""
+        for node in () if lease.side else lease.nodes:
+            for one in node.checkpoints.values():
+                if one.want.pinned and one.session == lease.session:
+                    one.want = Want(one.want.kind, one.want.priority, tip=one.want.tip)
 
     def renew(self, lease: Lease, position: int, want: Want) -> None:
         """A checkpoint on this sequence's cached pages is wanted once more, if there is one."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 ZERO_SLOT = 0
 LIVE_SESSIONS = 16
-"""As many of the most recently active sessions count as alive: their pinned checkpoints go last."""
+"""As many of the most recently active sessions count as alive."""
+FRESH = 64
+"""A checkpoint that nobody wanted or used for as many admissions counts as left behind, whatever its session."""
 _SESSIONS = 4096
 
 
@@ -60,20 +62,24 @@ class Checkpoints:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, want: Want, *, side: bool) -> int | None:
+    def take(self, want: Want, now: int, *, side: bool) -> int | None:
         """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
 
-        Side requests displace nothing but what side requests left."""
+        ``now`` counts admissions. Side requests displace nothing but what side requests left."""
         if self._free:
             return self._free.pop()
         candidates = [one for one in self.all if one.side] if side else list(self.all)
         if not candidates:
             return None
         alive = self._alive()
-        victim = min(candidates, key=lambda one: self._value(one, alive))
+        least = min(_value(one, alive, now) for one in candidates)
         pinned = want.pinned or want.tip
-        if not side and self._value(victim, alive)[:4] > (pinned, True, True, want.priority):
+        if not side and least[:4] > (pinned, True, True, 0.0 if pinned else want.priority):
             return None
+        victim = min(
+            (one for one in candidates if _value(one, alive, now) == least),
+            key=lambda one: (self._span(one), one.position),
+        )
         self._on_evict(victim)
         self.remove(victim)
         self.evicted += 1
@@ -105,6 +111,13 @@ class Checkpoints:
         self.all.discard(checkpoint)
         self._free.append(checkpoint.slot)
 
+    def _span(self, one: Checkpoint) -> int:
+        """How far apart its session's checkpoints around it are: where they are dense, one more is worth least."""
+        others = [other.position for other in self.all if other.session == one.session]
+        before = max((position for position in others if position < one.position), default=0)
+        after = min((position for position in others if position > one.position), default=one.position)
+        return after - before
+
     def _alive(self) -> set[str]:
         alive: set[str] = set()
         for session in reversed(self._sessions):
@@ -113,9 +126,10 @@ class Checkpoints:
                 break
         return alive
 
-    @staticmethod
-    def _value(one: Checkpoint, alive: set[str]) -> tuple[bool, bool, bool, float, int]:
-        """Lowest goes first: side leftovers and ended sessions, then superseded tips, then by priority and age."""
-        lives = one.session in alive and not one.side
-        pinned = lives and (one.want.pinned or one.want.tip)
-        return pinned, lives, not one.superseded, one.want.priority, one.used
+
+def _value(one: Checkpoint, alive: set[str], now: int) -> tuple[bool, bool, bool, float, int]:
+    """Lowest goes first: what side requests and ended sessions left, superseded tips, then by priority and age. What
+    is pinned goes last, by age alone: each request says anew what its session needs."""
+    lives = one.session in alive and not one.side and now - one.used <= FRESH
+    pinned = lives and (one.want.pinned or one.want.tip)
+    return pinned, lives, not one.superseded, 0.0 if pinned else one.want.priority, one.used

@@ -32,8 +32,7 @@ def fingerprint(
         digest.update(data)
 
     add("arithmetic", f"{ARITHMETIC}/{dtype}/{kernels}/{instruction_set}".encode())
-    content = {key: value for key, value in config.items() if key not in _NOT_CONTENT}
-    add("config", json.dumps(content, sort_keys=True).encode())
+    add("config", json.dumps(_content(config), sort_keys=True).encode())
     for name in _TOKENIZER_FILES:
         path = directory / name
         add(name, hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"")
@@ -41,6 +40,13 @@ def fingerprint(
         add("header", shards.headers[path])
         add("weights", _sample(path))
     return digest.hexdigest()
+
+
+def _content(config: Any) -> Any:
+    """A configuration without what says where it came from."""
+    if not isinstance(config, Mapping):
+        return config
+    return {key: _content(value) for key, value in config.items() if key not in _NOT_CONTENT}
 
 
 def _sample(path: Path) -> bytes:

@@ -112,8 +112,7 @@ def test_preempted_sequences_end_with_the_same_bits(tiny: Callable[..., Path], a
     sampling = Sampling(max_tokens=150, temperature=1.0, seed=9)
     prompts = [prompt(seed, 130) for seed in range(4)]
     roomy = Bench(tiny(arch))
-    page = roomy.scheduler._runner.model.manifest.page_bytes(roomy.scheduler._runner.cache.keys[0].dtype)
-    tight = Bench(tiny(arch), kv_bytes=12 * page)
+    tight = Bench(tiny(arch), kv_bytes=12 * int(roomy.stats()["page_bytes"]))
     names = [tight.submit(tokens, sampling) for tokens in prompts]
     tight.run()
     assert tight.stats()["preempted"] > 0
