@@ -183,8 +183,8 @@ def _changed(seen: Facts) -> Cause | None:
     if seen.turn >= min(len(seen.past.turns), len(seen.now.turns)):
         return "history_edited" if len(seen.now.turns) < len(seen.past.turns) else None
     before, after = seen.past.turns[seen.turn], seen.now.turns[seen.turn]
-    if before.role != after.role:
-        return "history_edited"
+    if before.role != after.role or after.parts[: len(before.parts)] == before.parts:
+        return "history_edited"  # another turn stands here, or this one grew where the next one was taken out
     if before.of_kind("call") != after.of_kind("call"):
         return "tool_args_changed" if _ids(before) == _ids(after) else "history_edited"
     if before.of_kind("output") != after.of_kind("output"):

@@ -165,8 +165,9 @@ def _is_side(harness: Harness, meta: RequestMeta, conversation: Conversation) ->
 
 
 def _asks_for_summary(harness: Harness, conversation: Conversation) -> bool:
+    """Claude Code asks in the last turn: a user's, or the one of tool outputs whose answer it took out."""
     last = next((turn for turn in reversed(conversation.turns) if turn.role != "system"), None)
-    if last is None or last.role != "user":
+    if last is None or last.role == "assistant":
         return False
     return any(marker in text for marker in harness.compaction for text in texts(last))
 

@@ -139,6 +139,19 @@ def test_e2_claude_compaction_extends_and_then_starts_anew(keeping_world: Any) -
     assert agent.outputs().user("And?").ask(Text("So.")).report.cause == "none"
 
 
+def test_e2_claude_may_ask_for_the_summary_in_place_of_the_last_answer(keeping_world: Any) -> None:
+    agent = keeping_world.claude()
+    tool_loop(agent, claude_echo)
+    del agent.turns[-1]
+    asked = Text("CRITICAL: Respond with TEXT ONLY.\n\nYour task is to create a detailed summary of this conversation.")
+    agent.turns[-1] = replace(agent.turns[-1], blocks=(*agent.turns[-1].blocks, asked))
+    outcome = agent.say(Text("<summary>All is well.</summary>"))
+    assert (outcome.visit.kind, outcome.report.cause) == ("compaction", "history_edited")
+    assert outcome.kept > 0.9
+    agent.turns[1:] = [Turn("user", (Text("This session continues: all is well."),))]
+    assert agent.ask(Text("Yes.")).report.cause == "compacted"
+
+
 def test_a_compaction_that_is_not_followed_up_leaves_the_branch_as_it_was(keeping_world: Any) -> None:
     agent = keeping_world.claude()
     tool_loop(agent, claude_echo)
@@ -167,13 +180,13 @@ def test_e4_a_shortened_history_with_a_summary_request_is_an_edit(keeping_world:
     assert outcome.kept > 0.8
 
 
-def test_e5_a_system_turn_folded_into_the_user_turn_is_new_text(world: Any) -> None:
+def test_e5_a_system_turn_folded_into_the_user_turn_is_an_edit(world: Any) -> None:
     agent = world.claude().user(f"Hello. {LONG}")
     agent.turns.append(Turn("system", (Text("Agents: none."),)))
     agent.say(Text("Hi."))
     agent.turns[1:3] = [Turn("user", (*agent.turns[1].blocks, Text("<system-reminder>Agents: none.")))]
     outcome = agent.user("Go on.").ask(Text("Yes."))
-    assert outcome.report.cause == "text_changed"
+    assert outcome.report.cause == "history_edited"
     assert outcome.kept > 0.7
 
 
