@@ -86,7 +86,7 @@ def test_package_init_files_are_empty() -> None:
 
 def test_nothing_of_one_machine_is_in_the_tree() -> None:
     """No home or work directory of whoever wrote it, and no package registry's host: users have their own."""
-    machine = re.compile(r"(?<![\w.{$])/(?:root|work|farm)/\w|/home/(?!user\b)\w+/")
+    machine = re.compile(r"(?<![\w.{$])/(?:root|work|farm)/\w|/home/(?!(?:me|user)\b)\w+/")
     registry = re.compile(r"\b(?:pypi|npmjs|pythonhosted|deb\.debian|download\.pytorch)\.(?:org|com)\b")
     found = []
     for path in tracked():

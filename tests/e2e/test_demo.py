@@ -1,0 +1,24 @@
+"""The demonstration's session, as `make demo` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launchers.demo_session import agent_session, table, verdict
+
+pytestmark = pytest.mark.e2e
+
+
+def test_agent_session(tmp_path: Path) -> None:
+    console = Console(width=80)
+    rows, seconds = agent_session(console, tmp_path)
+    console.print(table(rows))
+    assert verdict(console, rows, seconds) == 0
+    assert seconds < 1.0
+    causes = [row.cause for row in rows]
+    assert causes.count("worker_restart") == 1
+    assert {"side_request", "thinking_stripped", "history_edited"} < set(causes)
+    assert all(row.replayed == 0 for row in rows if "tool output" in row.name)
