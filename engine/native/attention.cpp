@@ -15,14 +15,6 @@ struct Task {
   std::int64_t sequence, row, rows, kv_head;  // row counts from the segment's first
 };
 
-float widen(std::uint16_t x) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-float widen(float x) { return x; }
-
 std::uint16_t narrow(float x) {  // to nearest, ties to even
   std::uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -54,36 +46,6 @@ struct Area {
   }
 };
 
-// Keys as panels [key / 32][depth][32] and values as panels [column / 32][key][32]; zeros beyond `valid` keys.
-template <class T>
-void load_page(const Pages& pages, std::int64_t page, std::int64_t kv_head, std::int64_t valid, Area& area) {
-  const std::int64_t depth = pages.head_dim, wide = round_up(depth, kPanel), stride = pages.kv_heads * depth;
-  const std::int64_t offset = page * kPage * stride + kv_head * depth;
-  const T* keys = static_cast<const T*>(pages.keys) + offset;
-  const T* values = static_cast<const T*>(pages.values) + offset;
-  constexpr std::int64_t block = 16;
-  for (std::int64_t panel = 0; panel * kPanel < valid; ++panel) {
-    float* target = area.keys + panel * depth * kPanel;
-    const std::int64_t count = valid - panel * kPanel < kPanel ? valid - panel * kPanel : kPanel;
-    if (count < kPanel) std::memset(target, 0, static_cast<std::size_t>(depth * kPanel) * sizeof(float));
-    for (std::int64_t start = 0; start < depth; start += block) {
-      const std::int64_t end = start + block < depth ? start + block : depth;
-      for (std::int64_t key = 0; key < count; ++key) {
-        const T* source = keys + (panel * kPanel + key) * stride;
-        for (std::int64_t i = start; i < end; ++i) target[i * kPanel + key] = widen(source[i]);
-      }
-    }
-  }
-  for (std::int64_t column = 0; column < wide; column += kPanel) {
-    const std::int64_t count = depth - column < kPanel ? depth - column : kPanel;
-    float* target = area.values + column * kPage;
-    for (std::int64_t key = 0; key < valid; ++key) {
-      for (std::int64_t j = 0; j < count; ++j) target[key * kPanel + j] = widen(values[key * stride + column + j]);
-      for (std::int64_t j = count; j < kPanel; ++j) target[key * kPanel + j] = 0.0f;
-    }
-  }
-}
-
 class Worker {
  public:
   Worker(const Kernels& kernels, const Pages& pages, const Batch& batch, const float* q, std::int64_t heads, float scale,
@@ -104,11 +66,7 @@ class Worker {
     for (std::int64_t page = 0; page * kPage < keys; ++page) {
       const std::int64_t valid = keys - page * kPage < kPage ? keys - page * kPage : kPage;
       const std::int64_t physical = batch_.page_table[task.sequence * batch_.pages_per_sequence + page];
-      if (pages_.bfloat) {
-        load_page<std::uint16_t>(pages_, physical, task.kv_head, valid, area);
-      } else {
-        load_page<float>(pages_, physical, task.kv_head, valid, area);
-      }
+      load_page(physical, task.kv_head, valid, area);
       for (std::int64_t tile = 0; tile < tiling.count; ++tile) {
         reduce_page(tiling, tile, position - page * kPage, valid, area);
       }
@@ -122,6 +80,15 @@ class Worker {
   }
 
  private:
+  void load_page(std::int64_t page, std::int64_t kv_head, std::int64_t count, Area& area) const {
+    const std::int64_t depth = pages_.head_dim, stride = pages_.kv_heads * depth;
+    const std::int64_t offset = (page * kPage * stride + kv_head * depth) * (pages_.bfloat ? 2 : 4);
+    const char* keys = static_cast<const char*>(pages_.keys) + offset;
+    const char* values = static_cast<const char*>(pages_.values) + offset;
+    kernels_.load_keys(keys, pages_.bfloat, stride, count, depth, area.keys);
+    kernels_.load_values(values, pages_.bfloat, stride, count, depth, area.values);
+  }
+
   void load_queries(const Task& task, std::int64_t row, const Tiling& tiling, Area& area) const {
     const std::int64_t depth = pages_.head_dim;
     for (std::int64_t tile = 0; tile < tiling.count; ++tile) {

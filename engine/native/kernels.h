@@ -33,15 +33,21 @@ struct Kernels {
   void (*softmax)(const float* x, std::int64_t n, float* out);
   void (*rope)(float* head, const float* cos_sin, std::int64_t half);
 
+  // `count` keys of a page, `stride` elements apart, as panels [key / 32][depth][32], and values as panels
+  // [column / 32][key][32], in float32. The last panel is filled up with zeros.
+  void (*load_keys)(const void* keys, bool bfloat, std::int64_t stride, std::int64_t count, std::int64_t depth,
+                    float* panels);
+  void (*load_values)(const void* values, bool bfloat, std::int64_t stride, std::int64_t count, std::int64_t depth,
+                      float* panels);
   // Turns kPage scores, the first `valid` of them real, into exponentials relative to their maximum.
   void (*page_softmax)(float* scores, std::int64_t valid, float* maximum, float* sum);
   // Merges a page's result into the running one: (maximum, sum, out) with (page_maximum, page_sum, page_out).
   void (*page_merge)(float page_maximum, float page_sum, const float* page_out, std::int64_t n, float* maximum,
                      float* sum, float* out);
 
-  // One token of the gated delta rule on kPanel value columns: memory [depth][kPanel], v and out [kPanel].
-  void (*delta_step)(float* memory, const float* q, const float* k, const float* v, float decay, float beta,
-                     std::int64_t depth, float* out);
+  // One token of the gated delta rule on kPanel value columns: memory [depth][stride], v and out [kPanel].
+  void (*delta_step)(float* memory, std::int64_t stride, const float* q, const float* k, const float* v, float decay,
+                     float beta, std::int64_t depth, float* out);
   // One token of a depthwise convolution and SiLU: taps[j] points at n inputs, weights are [width][stride].
   void (*conv_step)(const float* const* taps, const float* weights, std::int64_t stride, std::int64_t width,
                     std::int64_t n, float* out);

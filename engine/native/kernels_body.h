@@ -202,6 +202,59 @@ void softmax(const float* x, int64_t n, float* out) {
 
 // ── attention ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+inline Vec widen_upto(const std::uint16_t* p, int64_t n) {
+  if (n == Vec::width) return widen(p);
+  std::uint16_t copy[Vec::width] = {};
+  for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
+  return widen(copy);
+}
+inline Vec widen_upto(const float* p, int64_t n) { return load_upto(p, n); }
+
+template <class T>
+void load_keys_as(const T* keys, int64_t stride, int64_t count, int64_t depth, float* panels) {
+  for (int64_t key = 0; key < count || key % ft::kPanel != 0; key += Vec::width) {
+    float* panel = panels + key / ft::kPanel * depth * ft::kPanel + key % ft::kPanel;
+    stretches(depth, [&](int64_t i, int64_t m) {
+      Vec rows[Vec::width];
+      for (int j = 0; j < Vec::width; ++j) {
+        rows[j] = key + j < count ? widen_upto(keys + (key + j) * stride + i, m) : set1(0.0f);
+      }
+      transpose(rows);
+      for (int j = 0; j < m; ++j) store(panel + (i + j) * ft::kPanel, rows[j]);
+    });
+  }
+}
+
+template <class T>
+void load_values_as(const T* values, int64_t stride, int64_t count, int64_t depth, float* panels) {
+  for (int64_t column = 0; column < depth; column += ft::kPanel) {
+    const int64_t columns = depth - column < ft::kPanel ? depth - column : ft::kPanel;
+    for (int64_t key = 0; key < count; ++key) {
+      float* row = panels + column * ft::kPage + key * ft::kPanel;
+      for (int64_t j = columns; j < ft::kPanel; ++j) row[j] = 0.0f;
+      stretches(columns, [&](int64_t j, int64_t m) {
+        store_upto(row + j, widen_upto(values + key * stride + column + j, m), m);
+      });
+    }
+  }
+}
+
+void load_keys(const void* keys, bool bfloat, int64_t stride, int64_t count, int64_t depth, float* panels) {
+  if (bfloat) {
+    load_keys_as(static_cast<const std::uint16_t*>(keys), stride, count, depth, panels);
+  } else {
+    load_keys_as(static_cast<const float*>(keys), stride, count, depth, panels);
+  }
+}
+
+void load_values(const void* values, bool bfloat, int64_t stride, int64_t count, int64_t depth, float* panels) {
+  if (bfloat) {
+    load_values_as(static_cast<const std::uint16_t*>(values), stride, count, depth, panels);
+  } else {
+    load_values_as(static_cast<const float*>(values), stride, count, depth, panels);
+  }
+}
+
 void page_softmax(float* scores, int64_t valid, float* maximum, float* sum) {
   for (int64_t i = valid; i < ft::kPage; ++i) scores[i] = -kInfinity;
   *maximum = maximum_of(scores, ft::kPage);
@@ -221,8 +274,8 @@ void page_merge(float page_maximum, float page_sum, const float* page_out, int64
 
 // ── recurrences ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-void delta_step(float* memory, const float* q, const float* k, const float* v, float decay, float beta, int64_t depth,
-                float* out) {
+void delta_step(float* memory, int64_t stride, const float* q, const float* k, const float* v, float decay, float beta,
+                int64_t depth, float* out) {
   constexpr int parts = ft::kPanel / Vec::width;
   constexpr int together = parts < 4 ? parts : 4;
   const Vec keep = set1(decay);
@@ -232,7 +285,7 @@ void delta_step(float* memory, const float* q, const float* k, const float* v, f
     float* column = memory + base * Vec::width;
     for (int64_t i = 0; i < depth; ++i) {
       for (int j = 0; j < together; ++j) {
-        recalled[j] = fma(load(column + i * ft::kPanel + j * Vec::width) * keep, set1(k[i]), recalled[j]);
+        recalled[j] = fma(load(column + i * stride + j * Vec::width) * keep, set1(k[i]), recalled[j]);
       }
     }
     for (int j = 0; j < together; ++j) {
@@ -240,7 +293,7 @@ void delta_step(float* memory, const float* q, const float* k, const float* v, f
     }
     for (int64_t i = 0; i < depth; ++i) {
       for (int j = 0; j < together; ++j) {
-        float* cell = column + i * ft::kPanel + j * Vec::width;
+        float* cell = column + i * stride + j * Vec::width;
         const Vec updated = fma(set1(k[i]), delta[j], load(cell) * keep);
         store(cell, updated);
         result[j] = fma(updated, set1(q[i]), result[j]);
@@ -330,6 +383,8 @@ constexpr ft::Kernels make_table(const char* name) {
   table.l2_norm = l2_norm;
   table.softmax = softmax;
   table.rope = rope;
+  table.load_keys = load_keys;
+  table.load_values = load_values;
   table.page_softmax = page_softmax;
   table.page_merge = page_merge;
   table.delta_step = delta_step;

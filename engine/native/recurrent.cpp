@@ -92,24 +92,31 @@ void gated_delta(Context& context, const float* q, const float* k, const float* 
     const std::size_t bytes = static_cast<std::size_t>(columns) * sizeof(float);
     const Segment segment = segment_of(batch, sequence);
     if (segment.rows == 0) return;
-    float* memory = areas + thread * area;
     const auto place = [&](std::int64_t slot) {
       return state + (slot * shape.value_heads + head) * depth * shape.value_dim + first;
     };
-    if (columns < kPanel) std::memset(memory, 0, static_cast<std::size_t>(area) * sizeof(float));
-    for (std::int64_t i = 0; i < depth; ++i) {
-      std::memcpy(memory + i * kPanel, place(segment.slot) + i * shape.value_dim, bytes);
+    // A single token of a whole panel works in place; otherwise a compact copy stays in the nearest cache.
+    const bool in_place = segment.rows == 1 && columns == kPanel;
+    float* memory = in_place ? place(segment.slot) : areas + thread * area;
+    const std::int64_t stride = in_place ? shape.value_dim : kPanel;
+    if (!in_place) {
+      if (columns < kPanel) std::memset(memory, 0, static_cast<std::size_t>(area) * sizeof(float));
+      for (std::int64_t i = 0; i < depth; ++i) {
+        std::memcpy(memory + i * kPanel, place(segment.slot) + i * shape.value_dim, bytes);
+      }
     }
     alignas(64) float value[kPanel] = {}, result[kPanel];
     for (std::int64_t row = 0; row < segment.rows; ++row) {
       const std::int64_t at = segment.first + row, value_head = at * shape.value_heads + head;
       const std::int64_t key = at * key_width + head / group * depth;
       std::memcpy(value, v + value_head * shape.value_dim + first, bytes);
-      kernels.delta_step(memory, unit_q + key, unit_k + key, value, factors[value_head], beta[value_head], depth, result);
+      kernels.delta_step(memory, stride, unit_q + key, unit_k + key, value, factors[value_head], beta[value_head], depth,
+                         result);
       std::memcpy(y + value_head * shape.value_dim + first, result, bytes);
       states_after(batch, sequence, segment, row + 1, [&](std::int64_t slot) {
+        if (place(slot) == memory) return;
         for (std::int64_t i = 0; i < depth; ++i) {
-          std::memcpy(place(slot) + i * shape.value_dim, memory + i * kPanel, bytes);
+          std::memcpy(place(slot) + i * shape.value_dim, memory + i * stride, bytes);
         }
       });
     }

@@ -36,6 +36,27 @@ inline Vec power_of_two(Vec a) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(a.v), 23);
   return {_mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)))};
 }
+inline Vec widen(const std::uint16_t* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
+inline void transpose(Vec (&row)[Vec::width]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(row[i].v, row[i + 1].v);
+    t[i + 1] = _mm256_unpackhi_ps(row[i].v, row[i + 1].v);
+  }
+  for (int i = 0; i < 8; i += 4) {  // u[i + j]: column j (or 4 + j) of rows i to i + 3 in each half
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    row[j].v = _mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
+    row[4 + j].v = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
+  }
+}
 inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   low.v = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));

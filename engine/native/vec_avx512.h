@@ -34,6 +34,32 @@ inline Vec power_of_two(Vec a) {
   const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(a.v), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f800000)))};
 }
+inline Vec widen(const std::uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void transpose(Vec (&row)[Vec::width]) {
+  __m512 t[16], u[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(row[i].v, row[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(row[i].v, row[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4) {  // u[i + j]: column 4 q + j of rows i to i + 3 in each quarter q
+    u[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512 low01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x44), high01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xee);
+    const __m512 low23 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x44);
+    const __m512 high23 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xee);
+    row[j].v = _mm512_shuffle_f32x4(low01, low23, 0x88);
+    row[4 + j].v = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+    row[8 + j].v = _mm512_shuffle_f32x4(high01, high23, 0x88);
+    row[12 + j].v = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+  }
+}
 inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   const __m512i pairs = _mm512_loadu_si512(p);
   low.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));

@@ -38,6 +38,8 @@ inline Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return a.v < b.v ? yes : no; }
 // 2^n, where a is n + 1.5 * 2^23.
 inline Vec power_of_two(Vec a) { return {from_bits((bits(a.v) << 23) + 0x3f800000u)}; }
+inline Vec widen(const std::uint16_t* p) { return {from_bits(static_cast<std::uint32_t>(*p) << 16)}; }
+inline void transpose(Vec (&)[Vec::width]) {}
 // Two weights, `half` columns apart, of one bfloat16 pair.
 inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   low.v = from_bits(static_cast<std::uint32_t>(p[0]) << 16);
