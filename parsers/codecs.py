@@ -13,7 +13,7 @@ from typing import Protocol
 
 from parsers.format import JsonCall, Tagged
 from parsers.schema import is_json_object, json_of, quoted
-from parsers.source import Emit, Source, Step, Stops
+from parsers.source import Cut, Emit, Source, Step, Stops
 
 _NAME_LIMIT = 256
 _SCALAR_END = re.compile(r"[,}\]\s]|[\ud800-\udfff]")
@@ -23,10 +23,6 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 class Malformed(Exception):
     """The text is no call of this format."""
-
-
-class Cut(Exception):
-    """The input ended inside a value."""
 
 
 class Interrupted(Exception):
@@ -97,12 +93,12 @@ class TaggedReader:
         if opener not in self.heads:
             yield from source.space()
             if not (yield from source.literal(self._codec.head)):
-                raise Cut if source.ended and self._codec.head.startswith(source.buffer) else Malformed
+                raise Malformed
         name, stop = yield from source.take(self._name, _NAME_LIMIT)
         if stop in self._certain:
             raise Interrupted(stop)
         if stop != self._codec.head_end:
-            raise Cut if source.ended and stop is None else Malformed
+            raise Malformed
         clean = name.strip().strip("\"'").strip()
         if not clean:
             raise Malformed
@@ -135,8 +131,6 @@ class TaggedReader:
         if stop in self._certain:
             sink.tolerate("malformed_parameter")
             return stop
-        if stop is None and source.ended:
-            raise Cut
         if stop != self._codec.open_end or not key or key in seen:
             sink.tolerate("duplicate_parameter" if key in seen else "malformed_parameter")
             value: _Value = _Ignored()
@@ -255,7 +249,7 @@ class JsonReader:
         """Returns "": what follows the object is not consumed."""
         yield from source.space()
         if not (yield from source.literal("{")):
-            raise Cut if source.ended and not source.buffer else Malformed
+            raise Malformed
         name = ""
         arguments: str | None = None  # None: not seen; "": streamed; else waiting for the name
         while True:
@@ -292,13 +286,13 @@ class JsonReader:
         key = yield from self._whole_string(source, sink)
         yield from source.space()
         if not (yield from source.literal(":")):
-            raise Cut if source.ended and not source.buffer else Malformed
+            raise Malformed
         yield from source.space()
         return key
 
     def _name(self, source: Source, sink: Sink) -> Step[str]:
         if not (yield from source.literal('"')):
-            raise Cut if source.ended and not source.buffer else Malformed
+            raise Malformed
         name = (yield from self._whole_string(source, sink)).strip()
         if not name or len(name) > _NAME_LIMIT:
             raise Malformed

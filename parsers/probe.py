@@ -1,15 +1,13 @@
 """Does a format fit a checkpoint, and what does its template do? Found at load by rendering, not kept in a table.
 
-Four prompts of one conversation (query; call and output; another call and output; answer and a new query) show what the
-template keeps. A format fits when its turns are found in the rendering and an assistant turn parses back to its blocks.
+Prompts of one conversation (query; calls and outputs; answer and a new query) show what the template keeps. A format
+fits when its turns are found in the rendering and an assistant turn parses back to its blocks.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import Literal
 
 from parsers.conversation import Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.events import TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
@@ -18,8 +16,6 @@ from parsers.render import Renderer, RenderError, Traits
 from parsers.stream import StreamParser, Wire
 from parsers.template import ChatTemplate
 from parsers.tokens import Tokenizer
-
-Survivor = Literal["assistant_header", "generation_prompt", "thinking", "turn_end"]
 
 _TOOL = Tool(
     "find_probe",
@@ -31,19 +27,19 @@ _ARGUMENTS = '{"where":  "deep below", "count": 7}'
 
 @dataclass(frozen=True)
 class Probe:
-    """What survives of a prompt in the prompts that come after it.
+    """What the template keeps. ``..._survives``: does it still stand where it stood when a new user turn follows?
 
-    ``after_user`` and ``in_loop`` say which positions of an assistant turn a new user turn, and a further step of the
-    tool loop, still share with the prompt before: the position before the assistant header, the end of the generation
-    prompt, the end of the thinking, the end of the turn.
+    ``header_survives`` is about the position before an assistant header (after the system turn and the query before
+    it), ``prompt_end_survives`` about the end of the generation prompt, ``turn_end_survives`` about whole assistant
+    turns, ``thinking_survives`` about their thinking. ``thinking_in_loop``: thinking stays while tools are called.
     """
 
     opener_prefilled: bool
-    thinking_kept_in_loop: bool
-    thinking_kept_after_user: bool
-    in_loop: frozenset[Survivor]
-    after_user: frozenset[Survivor]
-    template_declares_tools: bool
+    thinking_in_loop: bool
+    thinking_survives: bool
+    header_survives: bool
+    prompt_end_survives: bool
+    turn_end_survives: bool
 
 
 class Mismatch(Exception):
@@ -140,38 +136,15 @@ def _check_round_trip(renderer: Renderer, tokenizer: Tokenizer) -> None:
 
 
 def _probe(renderer: Renderer, traits: Traits) -> Probe:
-    query, one, two, again = (
-        _text(renderer, conversation)
-        for conversation in (_conversation(0), _conversation(1), _conversation(2), _conversation(2, again=True))
+    query, loop, again = (
+        _text(renderer, _conversation(steps, last)) for steps, last in ((0, False), (2, False), (2, True))
     )
-    header = renderer.format.turns.assistant
     think = renderer.format.think
     return Probe(
         opener_prefilled=bool(think and think.open in traits.opener),
-        thinking_kept_in_loop="Thought 0." in two,
-        thinking_kept_after_user="Thought 0." in again and "Last thought." in again,
-        in_loop=_survivors(query, one, two, header),
-        after_user=_survivors(query, two, again, header),
-        template_declares_tools=renderer.format.tools_text is None,
+        thinking_in_loop="Thought 0." in loop,
+        thinking_survives="Thought 0." in again and "Last thought." in again,
+        header_survives=again.startswith(query[: query.rindex(renderer.format.turns.assistant)]),
+        prompt_end_survives=again.startswith(query),
+        turn_end_survives=again.startswith(loop[: loop.index("Output 0.")]),
     )
-
-
-def _survivors(query: str, before: str, after: str, header: str) -> frozenset[Survivor]:
-    """Which positions around the first assistant turn of ``before`` are also in ``after``.
-
-    ``query`` is the prompt that the turn answered.
-    """
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    start = query.rindex(header)
-    end_of_turn = before.index("Output 0.")
-    thought = before.find("Thought 0.")
-    found: set[Survivor] = set()
-    if shared >= start and before.startswith(query[:start]):
-        found.add("assistant_header")
-    if after.startswith(query):
-        found.add("generation_prompt")
-    if thought >= 0 and shared >= thought + len("Thought 0."):
-        found.add("thinking")
-    if shared >= end_of_turn:
-        found.add("turn_end")
-    return frozenset(found)

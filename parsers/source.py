@@ -19,6 +19,10 @@ Step = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 
+class Cut(Exception):
+    """The input ended where more of it would have decided."""
+
+
 class Stops:
     """A set of delimiters, compiled: the longest one wins where several begin at the same place."""
 
@@ -127,18 +131,16 @@ class Source:
                 return None
             yield
 
-    def take(self, stops: Stops, limit: int | None = None) -> Step[tuple[str, str | None]]:
-        """The text up to the first stop, and the stop. Text longer than ``limit`` stops with (text, None)."""
-        parts: list[str] = []
-        if limit is None:
-            stop = yield from self.until(stops, parts.append)
-            return "".join(parts), stop
+    def take(self, stops: Stops, limit: int) -> Step[tuple[str, str | None]]:
+        """The text up to the first stop, and the stop; (text, None) when it is longer than ``limit``. Raises Cut."""
         while True:
             match = stops.pattern.search(self.buffer)
             if match and match.start() < stops.held(self.buffer):
                 return self.advance(match.start()), self._stop(match[0])
-            if self.ended or len(self.buffer) > limit:
+            if len(self.buffer) > limit:
                 return self.buffer, None
+            if self.ended:
+                raise Cut
             yield
 
     def peek(self) -> Step[str]:
@@ -158,8 +160,10 @@ class Source:
             yield
 
     def literal(self, text: str) -> Step[bool]:
-        """Consume exactly ``text`` if it comes next."""
-        while len(self.buffer) < len(text) and text.startswith(self.buffer) and not self.ended:
+        """Consume exactly ``text`` if it comes next. Raises Cut."""
+        while len(self.buffer) < len(text) and text.startswith(self.buffer):
+            if self.ended:
+                raise Cut
             yield
         if self.buffer.startswith(text):
             self._stop(text)
@@ -169,7 +173,7 @@ class Source:
     def follows(self, texts: Iterable[str], limit: int = 64) -> Step[bool]:
         """Does one of ``texts`` come next, after at most ``limit`` characters of white space? Consumes nothing.
 
-        A natural end of the input counts as following.
+        A natural end of the input counts as following. Raises Cut at an end that leaves it open.
         """
         options = tuple(texts)
         while True:
@@ -178,8 +182,10 @@ class Source:
                 return False
             if rest.startswith(options):
                 return True
-            if self.ended:
-                return not rest and self.natural
             if rest and not any(option.startswith(rest) for option in options):
                 return False
+            if self.ended and not self.natural:
+                raise Cut
+            if self.ended:
+                return not rest
             yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from parsers.codecs import Cut, Fence, Interrupted, Malformed, Reader, reader_for
+from parsers.codecs import Fence, Interrupted, Malformed, Reader, reader_for
 from parsers.conversation import Tool
 from parsers.events import (
     Boundary,
@@ -26,7 +26,7 @@ from parsers.events import (
 )
 from parsers.format import Format
 from parsers.schema import is_json_object, property_types
-from parsers.source import Emit, Source, Step, Stops
+from parsers.source import Cut, Emit, Source, Step, Stops
 from parsers.tokens import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -92,7 +92,7 @@ class StreamParser:
         self._call_in_thinking = tolerances.call_in_thinking and len(code(call.open)) == 1 and bool(self._tools)
         think = self._think or ()
         self._text_stops = Stops(*self._ends, *think, *self._openers, *self._call_codes[1:] if self._tools else ())
-        self._think_stops = Stops(*self._ends, *think[1:], *(self._call_codes[:1] if self._call_in_thinking else ()))
+        self._think_stops = Stops(*self._ends, *think, *(code for code in self._call_codes if len(code) == 1))
         self._machine: Step[None] | None = self._turn(thinking_open and self._think is not None)
         self._run()
 
@@ -116,7 +116,8 @@ class StreamParser:
     def finish(self, reason: FinishReason) -> list[Event]:
         """The remaining events. Only after "stop" may missing closers be forgiven."""
         if self._machine is not None:
-            self._source.append(self._detokenizer.flush())
+            if reason == "stop":  # half a code point that was cut off is not text yet
+                self._source.append(self._detokenizer.flush())
             self._source.end(natural=reason == "stop")
             self._run()
         return self._drain()
@@ -160,7 +161,8 @@ class StreamParser:
         while True:
             stop = stop or (yield from source.until(self._text_stops, self._put_text))
             if stop is None or stop in self._ends:
-                self._text.flush()
+                if self._text.begun or not self._calls:
+                    self._text.flush()  # white space between and behind calls is layout
                 if stop is not None:
                     self._emit(self._boundary("turn_end", source.position))
                 return
@@ -174,13 +176,17 @@ class StreamParser:
                     self._put_text(current)
                 else:
                     _, stop = yield from self._call(current, self._put_text, self._text.drop)
-            elif current == self._call_codes[1] and self._orphans:
-                self._orphans -= 1
-                self._put_text(self._wire.text_of(current))
-            elif len(current) > 1:  # a closer spelled out, where the vocabulary has no token for it
-                self._put_text(current)
             else:
-                self._emit(Tolerated("stray_delimiter"))
+                self._stray(current, self._put_text)
+
+    def _stray(self, stop: str, as_text: Emit) -> None:
+        """A delimiter out of place: the closer of a call given back as text, or characters that only look like one, are
+        text too; a control token is dropped."""
+        if len(stop) > 1 or (stop == self._call_codes[1] and self._orphans):
+            self._orphans -= len(stop) == 1
+            as_text(self._wire.text_of(stop))
+        else:
+            self._emit(Tolerated("stray_delimiter"))
 
     def _thinking(self) -> Step[str | None]:
         """From behind the opener to behind the layout after the closer. Returns a delimiter that ended it instead."""
@@ -196,6 +202,10 @@ class StreamParser:
                 self._emit(self._boundary("thinking_end", source.position))
                 return None
             end = self._boundary("thinking_end", source.at)
+            if stop not in self._ends and not (stop == self._call_codes[0] and self._call_in_thinking):
+                self._stray(stop, thinking.put)
+                stop = None
+                continue
             if stop in self._ends:
                 self._emit(Tolerated("unclosed_thinking"))
                 self._emit(end)
@@ -228,6 +238,7 @@ class StreamParser:
         except Interrupted as interrupted:
             stop = interrupted.stop
         except Cut:
+            source.advance(len(source.buffer))
             if not call.announced and not source.natural:
                 source.log = None
                 return True, None  # cut off before it said what it is: neither a call nor text
@@ -259,17 +270,14 @@ class StreamParser:
     def _closer(self, call: _Call) -> Step[tuple[str | None, bool]]:
         """What stands behind a call that closed by itself: (a consumed delimiter, complete)."""
         source = self._source
-        closes = tuple(self._closes.delimiters)
-        if (yield from source.follows(closes)):
-            yield from source.space()
-            for close in closes:
-                if source.buffer.startswith(close):
-                    yield from source.literal(close)
-                    return self._call_codes[1], True
-            call.tolerate("missing_call_close")  # a natural end
-            return None, True
-        if source.ended and not source.natural and not source.buffer.strip():
+        try:
+            found = yield from source.follows(self._closes.delimiters)
+        except Cut:
+            source.advance(len(source.buffer))
             return None, False
+        if found and source.buffer.strip():  # empty: a natural end
+            yield from source.until(self._closes, _drop)
+            return self._call_codes[1], True
         call.tolerate("missing_call_close")
         return None, True
 
@@ -329,6 +337,8 @@ class _Trimmed:
     def __init__(self, emit: Emit, layout: str = " \t\r\n", lead: bool = False) -> None:
         self._emit, self._layout, self._lead = emit, layout, lead
         self._held: list[str] = []
+        self.begun = False
+        """Anything was emitted since the last ``drop``."""
 
     def put(self, text: str) -> None:
         if self._lead:
@@ -337,13 +347,14 @@ class _Trimmed:
         body = text.rstrip(self._layout)
         if body:
             self._held.append(body)
-            self._emit("".join(self._held))
-            self._held.clear()
+            self.flush()
+            self.begun = True
         if len(body) < len(text):
             self._held.append(text[len(body) :])
 
     def drop(self) -> None:
         self._held.clear()
+        self.begun = False
 
     def flush(self) -> None:
         if self._held:
