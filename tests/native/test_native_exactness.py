@@ -180,3 +180,18 @@ def test_denormals_are_flushed_on_every_thread() -> None:
         ops = NativeOps(threads=threads)
         assert ops.linear(tiny, ops.pack(weight)).count_nonzero() == 0
     assert (torch.tensor(1e-25) * torch.tensor(1e-20)).item() != 0, "the caller's own mode must be left as it was"
+
+
+@pytest.mark.deep
+def test_released_sizes(all_native: dict[str, NativeOps]) -> None:
+    """Qwen3.6's hidden size and experts, bfloat16: the same bits for 1 and 64 rows and every instruction set."""
+    gate_up, down = random(1, 16, 1024, 2048).bfloat16(), random(2, 16, 2048, 512).bfloat16()
+    x, weight = random(3, 64, 2048), random(4, 4096, 2048).bfloat16()
+    results = []
+    for ops in all_native.values():
+        packed, experts = ops.pack(weight), ops.pack_experts(gate_up, down)
+        ids, ranks = ops.route(random(5, 64, 16), 8, True)
+        results.append((ops.linear(x, packed), ops.experts(x, ids, ranks, experts)))
+        assert torch.equal(ops.linear(x[7:8], packed), results[-1][0][7:8])
+        assert torch.equal(ops.experts(x[7:8], ids[7:8], ranks[7:8], experts), results[-1][1][7:8])
+    assert all(equal(result, results[0]) for result in results)
