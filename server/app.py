@@ -114,7 +114,6 @@ def _error_response(request: Request, error: Exception) -> Response:
     """In the caller's protocol. What went wrong inside the server is for the log only, where the ASGI server writes the
     traceback."""
     path = request.url.path
-    headers = {name.lower(): value for name, value in request.headers.items()}
     match error:
         case ApiError():
             ours = error
@@ -123,7 +122,7 @@ def _error_response(request: Request, error: Exception) -> Response:
             ours = ApiError(kind, f"{request.method} {path}: {error.detail}")
         case _:
             ours = ApiError("internal", errors.INTERNAL_MESSAGE)
-    shape = errors.shape_of(path, headers)
+    shape = errors.shape_of(path, request.headers)
     level = logging.WARNING if errors.status(ours, shape) >= 500 else logging.INFO
     _log.log(level, "%s %s: %d %s", request.method, path, errors.status(ours, shape), ours.message)
     return errors.response(ours, shape)

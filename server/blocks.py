@@ -208,7 +208,7 @@ def freeform_input(arguments: str) -> str:
     """A free-form tool's raw input: formats that know only JSON arguments carry it as the one string ``input``."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     if isinstance(value, dict) and len(value) == 1 and isinstance(text := value.get("input"), str):
         return text

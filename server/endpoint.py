@@ -28,7 +28,7 @@ async def answer(request: Request, state: ServerState, protocol: WireProtocol) -
     state.counters.requests += 1
     body = await read_body(request, state.settings.max_body_bytes)
     try:
-        inbound = protocol.read(body, _headers(request), request.state.namespace)
+        inbound = protocol.read(body, request.headers, request.state.namespace)
     except ValidationError as error:
         raise ApiError.from_validation(error) from error
     check_model(state, inbound.meta.model)
@@ -85,23 +85,19 @@ def check_model(state: ServerState, model: str) -> None:
         )
 
 
-def _headers(request: Request) -> dict[str, str]:
-    return {name.lower(): value for name, value in request.headers.items()}
-
-
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of ``work``, which is cancelled when the client goes away first: that raises ClientDisconnect."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
     finally:
         for side in (task, gone):
             side.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+    if task.cancelled():
+        raise ClientDisconnect
+    return task.result()
 
 
 async def _disconnected(request: Request) -> None:
@@ -113,7 +109,7 @@ async def count(request: Request, state: ServerState) -> JSONResponse:
     """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
     body = await read_body(request, state.settings.max_body_bytes)
     try:
-        meta, conversation, thinking = anthropic.read_count(body, _headers(request), request.state.namespace)
+        meta, conversation, thinking = anthropic.read_count(body, request.headers, request.state.namespace)
     except ValidationError as error:
         raise ApiError.from_validation(error) from error
     check_model(state, meta.model)

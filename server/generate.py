@@ -114,10 +114,7 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
     generation = Generation(state, visit, prompt, stream, options, tools, request.anchors)
     try:
         await generation.admission()
-    except EngineError as error:
-        await generation.close()
-        raise _from_engine(error, len(prompt.ids)) from error
-    except asyncio.CancelledError:
+    except BaseException:
         await generation.close()
         raise
     return generation
@@ -198,8 +195,11 @@ class Generation:
         return {"x-ft-session": self.session_id, "x-ft-reuse": reuse}
 
     async def admission(self) -> None:
-        """Wait for the engine's plan, or give up waiting. Raises EngineError."""
-        admitted = await self._stream.admitted(self._state.settings.admission_seconds)
+        """Wait for the engine's plan, or give up waiting. Raises ApiError."""
+        try:
+            admitted = await self._stream.admitted(self._state.settings.admission_seconds)
+        except EngineError as error:
+            raise _from_engine(error, len(self.prompt.ids)) from error
         if admitted is not None:
             self._account(admitted.reuse)
 

@@ -179,7 +179,7 @@ def _session(metadata: _Metadata | None) -> str:
     """Claude Code puts a JSON object with its ``session_id`` into ``user_id``."""
     try:
         value = json.loads(metadata.user_id or "") if metadata is not None else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     session = value.get("session_id") if isinstance(value, dict) else None
     return session if isinstance(session, str) else ""

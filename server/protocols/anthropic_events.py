@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 from uuid import uuid4
 
@@ -123,7 +124,15 @@ def _input(arguments: str) -> dict[str, Any]:
     """A call's arguments as the object that this protocol demands; what is none becomes one that no tool accepts, so
     that the harness tells the model about it."""
     try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
+        value = json.loads(arguments or "{}", parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"invalid_json": arguments}
+
+
+def _finite(number: str) -> float:
+    """Raises ValueError for what JSON cannot say again."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not finite")
+    return value

@@ -19,6 +19,8 @@ from parsers.events import (
     ToolCallStart,
 )
 from server.blocks import Assembler, BlockDelta, BlockEnd, BlockEvent, BlockStart, freeform_input
+from server.generate import Finished, Usage
+from server.protocols.anthropic_events import AnthropicWriter
 from server.stops import StopMatcher
 
 
@@ -125,6 +127,20 @@ def test_logprobs_go_with_the_text_their_tokens_became() -> None:
     assert machine.feed([], two) == []
     out = machine.feed([TextDelta("é")], three) + machine.feed([TextDelta("!")], four)
     assert [event.logprobs for event in out if isinstance(event, BlockDelta)] == [(three,), (four,)]
+
+
+def test_arguments_of_calls_outside_a_stream() -> None:
+    def body(arguments: str, complete: bool = True) -> list[dict[str, object]]:
+        writer = AnthropicWriter("m")
+        writer.write(BlockEnd(0, "tool_call", arguments, "id", "ls", complete=complete))
+        writer.write(Finished("tool_calls", "", Usage(1)))
+        return [block["input"] for block in writer.body()["content"]]
+
+    assert body('{"a": 1.5}') == [{"a": 1.5}]
+    assert body("") == [{}]
+    assert body('{"a', complete=False) == []
+    for odd in ("[1]", '{"a": NaN}', '{"a": 1e999}', "{" + '"a":{' * 5000):
+        assert body(odd) == [{"invalid_json": odd}]
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:

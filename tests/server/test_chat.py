@@ -33,7 +33,9 @@ async def test_whole_answer(family: Family) -> None:
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.content or "").strip() == "I look."
     assert choice.message.model_dump()["reasoning_content"].strip() == "A folder."
-    first, second = choice.message.tool_calls or ()
+    calls = choice.message.tool_calls
+    assert calls is not None
+    first, second = calls
     assert first.type == "function"
     assert json.loads(first.function.arguments) == {"path": "/srv"}
     assert first.id != second.id

@@ -122,7 +122,7 @@ async def test_partial_text_of_an_interrupted_answer_is_spliced(family: Family) 
         await server.idle()
         history = [USER, {"role": "assistant", "content": text}, {"role": "user", "content": "[interrupted]"}]
         posted = asyncio.create_task(
-            server.anthropic().messages.create(model="local-moe", max_tokens=9, messages=history)  # type: ignore[arg-type]
+            server.anthropic().messages.create(model="local-moe", max_tokens=9, messages=history)
         )
         while len(server.worker.requests) < 2:
             await asyncio.sleep(0.005)
