@@ -1,18 +1,20 @@
 """How the arguments of a tool call are spelled: from wire text to the JSON text of an object, as it arrives.
 
 Each codec is a generator over a ``Source`` that starts behind the call opener and ends behind the last thing it
-understands. It reports to a ``Sink``: the name once, then fragments of JSON. ``Malformed`` means that this is no call.
+understands. It reports to a ``Call``: the name once, then fragments of JSON. ``Malformed`` means that this is no call.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+from parsers.events import Event, Tolerated, ToolArgsDelta, ToolCallStart
 from parsers.format import JsonCall, Tagged
-from parsers.schema import is_json_object, json_of, quoted
+from parsers.schema import is_json_object, json_of, property_types, quoted
 from parsers.source import Cut, Emit, Source, Step, Stops
 
 _NAME_LIMIT = 256
@@ -33,23 +35,51 @@ class Interrupted(Exception):
         self.stop = stop
 
 
-class Sink(Protocol):
-    """Where a codec reports to."""
+class Call:
+    """One call as it is read: announced once its name is final, then fragments of its arguments.
 
-    announced: bool
+    ``rules``: tolerances that it takes to see a call here; then only declared tools are called. ``begin`` runs at the
+    announcement.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        index: int,
+        emit: Callable[[Event], None],
+        text_of: Callable[[str], str],
+        begin: Callable[[], None],
+        rules: Sequence[str],
+    ) -> None:
+        self.announced = False
+        self.parts: list[str] = []
+        self.text_of = text_of
+        """Spells out delimiters that turned out to be content."""
+        self.index = index
+        self._tools, self._emit, self._begin, self._rules = tools, emit, begin, list(rules)
+        self._types: dict[str, frozenset[str]] = {}
 
     def announce(self, name: str) -> None:
-        """The name is final. Raises Malformed when the call may not be one."""
+        """Raises Malformed when this is no call after all."""
+        if self._rules and name not in self._tools:
+            raise Malformed
+        self.announced = True
+        self._types = property_types(self._tools.get(name, {}))
+        self._begin()
+        self._emit(ToolCallStart(self.index, name))
+        for rule in self._rules:
+            self.tolerate(rule)
 
-    def arguments(self, fragment: str) -> None: ...
-
-    def text_of(self, wire: str) -> str:
-        """Delimiters that turned out to be content, spelled out."""
+    def arguments(self, fragment: str) -> None:
+        self.parts.append(fragment)
+        self._emit(ToolArgsDelta(self.index, fragment))
 
     def types(self, key: str) -> frozenset[str] | None:
-        """The types the schema allows for a key of the announced tool; None if it is not declared."""
+        """What the schema allows for a key; None if it is not declared."""
+        return self._types.get(key)
 
-    def tolerate(self, rule: str) -> None: ...
+    def tolerate(self, rule: str) -> None:
+        self._emit(Tolerated(rule))
 
 
 @dataclass(frozen=True)
@@ -88,7 +118,7 @@ class TaggedReader:
         self._after_wrapper = (*fence.opens, *fence.ends)
         self.heads = (codec.head,)
 
-    def read(self, source: Source, sink: Sink, opener: str) -> Step[str | None]:
+    def read(self, source: Source, call: Call, opener: str) -> Step[str | None]:
         """Returns the delimiter behind the call that is consumed already; "" if none."""
         if opener not in self.heads:
             yield from source.space()
@@ -102,57 +132,55 @@ class TaggedReader:
         clean = name.strip().strip("\"'").strip()
         if not clean:
             raise Malformed
-        sink.announce(clean)
+        call.announce(clean)
         if clean != name:
-            sink.tolerate("spaced_name")
+            call.tolerate("spaced_name")
         seen: set[str] = set()
-        stop = yield from self._parameters_until(source, sink)
+        stop = yield from self._parameters_until(source, call)
         while stop == self._codec.open:
-            stop = yield from self._parameter(source, sink, seen)
+            stop = yield from self._parameter(source, call, seen)
         if stop is None and not source.natural:
             raise Cut
-        sink.arguments("}" if seen else "{}")
+        call.arguments("}" if seen else "{}")
         if stop == self._codec.tail:
             return ""
-        sink.tolerate("missing_tail")
+        call.tolerate("missing_tail")
         return stop or ""
 
-    def _parameters_until(self, source: Source, sink: Sink) -> Step[str | None]:
+    def _parameters_until(self, source: Source, call: Call) -> Step[str | None]:
         noise: list[str] = []
         stop = yield from source.until(self._between, noise.append, hold_at_end=True)
         if "".join(noise).strip():
-            sink.tolerate("text_in_call")
+            call.tolerate("text_in_call")
         return stop
 
-    def _parameter(self, source: Source, sink: Sink, seen: set[str]) -> Step[str | None]:
+    def _parameter(self, source: Source, call: Call, seen: set[str]) -> Step[str | None]:
         """One parameter, from behind its opener to the next stop."""
         key, stop = yield from source.take(self._key, _NAME_LIMIT)
         key = key.strip().strip("\"'")
         if stop in self._certain:
-            sink.tolerate("malformed_parameter")
+            call.tolerate("malformed_parameter")
             return stop
+        lead = ("{" if not seen else ", ") + quoted(key) + ": "
         if stop != self._codec.open_end or not key or key in seen:
-            sink.tolerate("duplicate_parameter" if key in seen else "malformed_parameter")
-            value: _Value = _Ignored()
+            call.tolerate("duplicate_parameter" if key in seen else "malformed_parameter")
+            lead = ""
         else:
-            types = sink.types(key)
-            lead = ("{" if not seen else ", ") + quoted(key) + ": "
             seen.add(key)
-            value = _Streamed(sink, lead) if types == frozenset({"string"}) else _Collected(sink, lead, types)
-        trim = _Trim(value.put, self._codec.trim == "newline")
+        value = _Value(call, lead, call.types(key), self._codec.trim == "newline")
         while True:
-            stop = yield from source.until(self._value, trim.put, hold_at_end=True)
+            stop = yield from source.until(self._value, value.put, hold_at_end=True)
             if stop is None:
                 raise Cut
             if stop in self._ends:
                 raise Interrupted(stop)
-            if (yield from self._really_ends(source, stop, trim.line_start)):
+            if (yield from self._really_ends(source, stop, value.line_start)):
                 break
-            trim.put(sink.text_of(stop))
+            value.put(call.text_of(stop))
         value.close()
         if stop == self._codec.close:
-            return (yield from self._parameters_until(source, sink))
-        sink.tolerate("missing_parameter_close")
+            return (yield from self._parameters_until(source, call))
+        call.tolerate("missing_parameter_close")
         return stop
 
     def _really_ends(self, source: Source, stop: str, line_start: bool) -> Step[bool]:
@@ -166,66 +194,43 @@ class TaggedReader:
         return line_start or (yield from source.follows(self._after_wrapper))
 
 
-class _Trim:
-    """Takes one newline off each side of a value, across chunks; knows whether the text so far ends a line."""
+class _Value:
+    """The text of one parameter; streams where the schema says that it is a string. Without ``lead`` it is dropped."""
 
-    def __init__(self, emit: Emit, enabled: bool) -> None:
-        self._emit, self._enabled = emit, enabled
-        self._first = True
-        self._held = ""
+    def __init__(self, call: Call, lead: str, types: frozenset[str] | None, trim: bool) -> None:
+        self._call, self._lead, self._types, self._trim = call, lead, types, trim
+        self._streams = types == frozenset({"string"})
+        self._parts: list[str] = []
+        self._first, self._held = True, ""
         self.line_start = True
+        """The text so far ends a line."""
+        if lead and self._streams:
+            call.arguments(lead + '"')
 
     def put(self, text: str) -> None:
+        """Takes one newline off each side, across chunks."""
         self.line_start = text.endswith("\n")
-        if self._enabled:
+        if self._trim:
             if self._first and text.startswith("\n"):
                 text = text[1:]
             text, self._held = self._held + text, ""
             if text.endswith("\n"):
                 text, self._held = text[:-1], "\n"
         self._first = False
-        if text:
-            self._emit(text)
-
-
-class _Value(Protocol):
-    def put(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Ignored:
-    def put(self, text: str) -> None:
-        """A parameter without a usable key has no place in the arguments."""
-
-    def close(self) -> None: ...
-
-
-class _Streamed:
-    def __init__(self, sink: Sink, lead: str) -> None:
-        self._sink = sink
-        sink.arguments(lead + '"')
-
-    def put(self, text: str) -> None:
-        self._sink.arguments(quoted(text)[1:-1])
+        if text and self._lead:
+            if self._streams:
+                self._call.arguments(quoted(text)[1:-1])
+            else:
+                self._parts.append(text)
 
     def close(self) -> None:
-        self._sink.arguments('"')
-
-
-class _Collected:
-    def __init__(self, sink: Sink, lead: str, types: frozenset[str] | None) -> None:
-        self._sink, self._lead, self._types = sink, lead, types
-        self._parts: list[str] = []
-
-    def put(self, text: str) -> None:
-        self._parts.append(text)
-
-    def close(self) -> None:
-        value, python = json_of("".join(self._parts), self._types)
-        if python:
-            self._sink.tolerate("python_literal")
-        self._sink.arguments(self._lead + value)
+        if self._lead and self._streams:
+            self._call.arguments('"')
+        elif self._lead:
+            value, python = json_of("".join(self._parts), self._types)
+            self._call.arguments(self._lead + value)
+            if python:
+                self._call.tolerate("python_literal")
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +250,7 @@ class JsonReader:
         self._string = Stops('"', "\\", *fence.ends)
         self._nested = Stops('"', "{", "}", "[", "]", *fence.closes[:1], *fence.opens[:1], *fence.ends)
 
-    def read(self, source: Source, sink: Sink, opener: str) -> Step[str]:
+    def read(self, source: Source, call: Call, opener: str) -> Step[str]:
         """Returns "": what follows the object is not consumed."""
         yield from source.space()
         if not (yield from source.literal("{")):
@@ -260,87 +265,86 @@ class JsonReader:
             if character == ",":
                 source.advance(1)
             elif character == '"':
-                key = yield from self._key(source, sink)
+                key = yield from self._key(source, call)
                 if key in self._codec.names and not name:
-                    name = yield from self._name(source, sink)
+                    name = yield from self._name(source, call)
                 elif key in self._codec.arguments and arguments is None:
-                    arguments = yield from self._arguments(source, sink, name)
+                    arguments = yield from self._arguments(source, call, name)
                 else:
-                    yield from self._value(source, sink, _ignore)
+                    yield from self._value(source, call, _ignore)
                 if name and arguments:
-                    self._report(sink, name, arguments)
+                    self._report(call, name, arguments)
                     arguments = ""
             else:
                 if not name or (character != "}" and character not in self._fence.closes):
                     raise Malformed
-                if not sink.announced:
-                    self._report(sink, name, "null")
+                if not call.announced:
+                    self._report(call, name, "null")
                 if character == "}":
                     source.advance(1)
                 else:
-                    sink.tolerate("missing_brace")
+                    call.tolerate("missing_brace")
                 return ""
 
-    def _key(self, source: Source, sink: Sink) -> Step[str]:
+    def _key(self, source: Source, call: Call) -> Step[str]:
         source.advance(1)
-        key = yield from self._whole_string(source, sink)
+        key = yield from self._whole_string(source, call)
         yield from source.space()
         if not (yield from source.literal(":")):
             raise Malformed
         yield from source.space()
         return key
 
-    def _name(self, source: Source, sink: Sink) -> Step[str]:
+    def _name(self, source: Source, call: Call) -> Step[str]:
         if not (yield from source.literal('"')):
             raise Malformed
-        name = (yield from self._whole_string(source, sink)).strip()
+        name = (yield from self._whole_string(source, call)).strip()
         if not name or len(name) > _NAME_LIMIT:
             raise Malformed
         return name
 
-    def _arguments(self, source: Source, sink: Sink, name: str) -> Step[str]:
+    def _arguments(self, source: Source, call: Call, name: str) -> Step[str]:
         """The argument object. Behind the name it streams, and "" is returned; anything else is returned whole."""
         if name and (yield from source.peek()) == "{":
-            sink.announce(name)
-            yield from self._value(source, sink, sink.arguments)
+            call.announce(name)
+            yield from self._value(source, call, call.arguments)
             return ""
         held: list[str] = []
-        yield from self._value(source, sink, held.append)
+        yield from self._value(source, call, held.append)
         return "".join(held)
 
     @staticmethod
-    def _report(sink: Sink, name: str, arguments: str) -> None:
+    def _report(call: Call, name: str, arguments: str) -> None:
         """Arguments that could not be streamed: absent, before the name, or an object encoded once more as a string."""
-        if arguments == "null":
+        encoded = arguments.startswith('"')
+        if encoded:
+            arguments = decode_string(arguments) or ""
+        elif arguments == "null":
             arguments = "{}"
-        elif arguments.startswith('"'):
-            decoded = decode_string(arguments)
-            if decoded is None or not is_json_object(decoded):
-                raise Malformed
-            arguments = decoded
-            sink.tolerate("encoded_arguments")
         if not is_json_object(arguments):
             raise Malformed
-        sink.announce(name)
-        sink.arguments(arguments)
+        call.announce(name)
+        call.arguments(arguments)
+        if encoded:
+            call.tolerate("encoded_arguments")
 
-    def _whole_string(self, source: Source, sink: Sink) -> Step[str]:
+    def _whole_string(self, source: Source, call: Call) -> Step[str]:
         """A short string behind its opening quote, decoded."""
         parts: list[str] = []
-        yield from self._string_body(source, sink, parts.append)
+        yield from self._string_body(source, call, parts.append)
         text = decode_string('"' + "".join(parts))
         if text is None:
             raise Malformed
         return text
 
-    def _string_body(self, source: Source, sink: Sink, emit: Emit) -> Step[None]:
+    def _string_body(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         """A string behind its opening quote, with the closing quote. Raw control characters are escaped."""
 
         def put(text: str) -> None:
             if _CONTROL.search(text):
-                sink.tolerate("raw_control_character")
+                call.tolerate("raw_control_character")
                 text = text.translate(_RAW_CONTROL)
-            emit(sink.text_of(text))
+            emit(call.text_of(text))
 
         while True:
             stop = yield from source.until(self._string, put, hold_at_end=True)
@@ -353,16 +357,16 @@ class JsonReader:
                 return
             if not (yield from source.peek()):
                 raise Cut
-            emit(sink.text_of(source.advance(1)))
+            emit(call.text_of(source.advance(1)))
 
-    def _value(self, source: Source, sink: Sink, emit: Emit) -> Step[None]:
+    def _value(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         """Exactly one JSON value, verbatim."""
         character = yield from source.peek()
         if character == '"':
             emit(source.advance(1))
-            yield from self._string_body(source, sink, emit)
+            yield from self._string_body(source, call, emit)
         elif character in ("{", "["):
-            yield from self._nested_value(source, sink, emit)
+            yield from self._nested_value(source, call, emit)
         elif not character:
             raise Cut
         elif not re.match(r"[-0-9tfn]", character):
@@ -370,7 +374,7 @@ class JsonReader:
         else:
             yield from self._scalar(source, emit)
 
-    def _nested_value(self, source: Source, sink: Sink, emit: Emit) -> Step[None]:
+    def _nested_value(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         depth = 0
         while True:
             stop = yield from source.until(self._nested, emit, hold_at_end=True)
@@ -380,7 +384,7 @@ class JsonReader:
                 raise Interrupted(stop)
             emit(stop)
             if stop == '"':
-                yield from self._string_body(source, sink, emit)
+                yield from self._string_body(source, call, emit)
             else:
                 depth += 1 if stop in "{[" else -1
                 if depth == 0:

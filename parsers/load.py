@@ -16,17 +16,7 @@ from parsers.template import ChatTemplate, TemplateMissing
 from parsers.tokens import Tokenizer, TokenizerError
 from parsers.write import ThinkingState, assistant_text
 
-__all__ = [
-    "Family",
-    "FamilyError",
-    "Probe",
-    "Prompt",
-    "RenderError",
-    "Span",
-    "SpanKind",
-    "StreamParser",
-    "load_family",
-]
+__all__ = ["Family", "FamilyError", "Probe", "Prompt", "RenderError", "Span", "SpanKind", "StreamParser", "load_family"]
 
 
 class FamilyError(Exception):

@@ -28,28 +28,11 @@ from parsers.format import Format
 from parsers.guard import MARK, Guard, around
 from parsers.template import ChatTemplate, TemplateRefusal
 from parsers.tokens import Tokenizer
-from parsers.write import (
-    arguments_mapping,
-    arguments_text,
-    assistant_text,
-    thinking_of,
-    tool_descriptions,
-    tools_text,
-)
+from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
 
-SpanKind = Literal[
-    "tools",
-    "system",
-    "user",
-    "assistant",
-    "tool_output",
-    "assistant_header",
-    "thinking",
-    "text",
-    "tool_call",
-    "generation_prompt",
-]
 TurnKind = Literal["system", "user", "assistant", "tool_output"]
+PartKind = Literal["tools", "assistant_header", "thinking", "text", "tool_call", "generation_prompt"]
+SpanKind = TurnKind | PartKind
 
 
 class RenderError(Exception):
@@ -131,7 +114,6 @@ class Renderer:
         }
         headers = sorted(self._roles, key=len, reverse=True)
         self._header = re.compile("|".join(map(re.escape, headers)))
-        self._output = re.compile(re.escape(wire_format.result.lead) + "?" + re.escape(wire_format.result.open))
         call, think = wire_format.call, wire_format.think
         self._call_ids = (tokenizer.token_id(call.open), tokenizer.token_id(call.close))
         self._think_close = tokenizer.token_id(think.close) if think else None
@@ -153,12 +135,14 @@ class Renderer:
             raise RenderError(f"the chat template left out turn {plan.items[position].turn}")
         self._write_refused(writer, plan, position)
         start = len(writer.ids)
-        header, opener = self._header_and_body(blocks[-1][1])
+        header, think = self.format.turns.assistant, self.format.think
+        opener = blocks[-1][1].removeprefix(header)
         writer.text(header)
         writer.text(opener)
         writer.span(start, "generation_prompt", -1)
         spans = sorted(writer.spans, key=lambda span: (span.start, -span.end))
-        return Prompt(tuple(writer.ids), tuple(spans), self._opens_thinking(opener), thinking)
+        thinking_open = think is not None and think.open in opener and think.close not in opener
+        return Prompt(tuple(writer.ids), tuple(spans), thinking_open, thinking)
 
     def text_of(self, messages: Sequence[dict[str, object]], conversation: Conversation, thinking: bool) -> str:
         """The template's text, marks included. Raises RenderError."""
@@ -257,12 +241,20 @@ class Renderer:
         for (start, role), (end, _) in zip(starts, [*starts[1:], (len(text), "user")], strict=True):
             yield role, text[start:end]
 
+    def _outputs(self, block: str) -> Iterator[int]:
+        """Where the tool outputs of a rendered turn begin, layout included."""
+        result = self.format.result
+        at = block.find(result.open)
+        while at >= 0:
+            yield at - len(result.lead) if block.endswith(result.lead, 0, at) else at
+            at = block.find(result.open, at + 1)
+
     def _turn(
         self, writer: _Writer, conversation: Conversation, plan: _Plan, position: int, role: TurnKind, block: str
     ) -> int:
         """Writes one rendered turn; returns the index of the next item."""
         item = plan.items[position] if position < len(plan.items) else None
-        outputs = [match.start() for match in self._output.finditer(block)] if role == "user" else []
+        outputs = list(self._outputs(block)) if role == "user" else []
         if outputs:
             return self._write_outputs(writer, plan, position, block, outputs)
         if role == "system" and (item is None or item.kind != "system"):
@@ -323,16 +315,9 @@ class Renderer:
         places = [bisect_right(edges, len(_visible(clean[:at]).encode())) - 1 for at in (begin, end)]
         writer.spans.append(Span(start + places[0], start + places[1], "tools", -1))
 
-    def _header_and_body(self, block: str) -> tuple[str, str]:
-        header = self.format.turns.assistant
-        return header, block[len(header) :]
-
-    def _opens_thinking(self, opener: str) -> bool:
-        think = self.format.think
-        return think is not None and think.open in opener and think.close not in opener
-
     def _write_assistant(self, writer: _Writer, turn: Turn, index: int, block: str) -> None:
-        header, body = self._header_and_body(block)
+        header = self.format.turns.assistant
+        body = block.removeprefix(header)
         start = len(writer.ids)
         writer.text(header)
         writer.span(start, "assistant_header", index)

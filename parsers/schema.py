@@ -13,17 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_ALIASES = {
-    "int": "integer",
-    "float": "number",
-    "double": "number",
-    "str": "string",
-    "text": "string",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-    "none": "null",
-}
+_ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
+_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _INTEGER = re.compile(r"-?\d+")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _DEPTH = 16
@@ -56,7 +47,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
         found |= _types(target, root, depth - 1)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list | tuple):
-        found = {_type_of(value) for value in values}
+        found = {_TYPES.get(type(value), "object") for value in values}
     if not found and ("properties" in schema or "additionalProperties" in schema):
         found.add("object")
     if not found and "items" in schema:
@@ -64,23 +55,6 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
     if schema.get("nullable") is True:
         found.add("null")
     return found
-
-
-def _type_of(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
 
 
 def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from parsers.codecs import Fence, Interrupted, Malformed, Reader, reader_for
+from parsers.codecs import Call, Fence, Interrupted, Malformed, Reader, reader_for
 from parsers.conversation import Tool
 from parsers.events import (
     Boundary,
@@ -22,10 +22,9 @@ from parsers.events import (
     Tolerated,
     ToolArgsDelta,
     ToolCallEnd,
-    ToolCallStart,
 )
 from parsers.format import Format
-from parsers.schema import is_json_object, property_types
+from parsers.schema import is_json_object
 from parsers.source import Cut, Emit, Source, Step, Stops
 from parsers.tokens import Tokenizer
 
@@ -225,8 +224,16 @@ class StreamParser:
         Returns whether it was a call, and a delimiter behind it that is consumed already.
         """
         source = self._source
-        spelled = len(opener) > 1
-        call = _Call(self, self._boundary("tool_call_start", source.at), before, opener)
+        start = self._boundary("tool_call_start", source.at)
+
+        def begin() -> None:
+            source.log = None
+            before()
+            self._emit(start)
+
+        rules = ["spelled_opener"] if opener in self._wire.spelled.values() else []
+        rules += ["bare_head"] if opener in self._reader.heads else []
+        call = Call(self._tools, self._calls, self._emit, self._wire.text_of, begin, rules)
         source.log = [opener]
         stop: str | None = None
         complete = False
@@ -246,11 +253,12 @@ class StreamParser:
             consumed, source.log = "".join(source.log or ()), None
             if stop is not None:
                 consumed = consumed[: -len(stop)]
-            if not spelled:
+            if len(opener) == 1:
                 self._emit(Tolerated("malformed_call"))
                 self._orphans += 1
             as_text(self._wire.text_of(consumed))
             return False, stop
+        self._calls += 1
         if complete and stop is None:
             stop, complete = yield from self._closer(call)
         elif not complete and stop is None and not source.ended:
@@ -267,7 +275,7 @@ class StreamParser:
         self._emit(end)
         return True, stop
 
-    def _closer(self, call: _Call) -> Step[tuple[str | None, bool]]:
+    def _closer(self, call: Call) -> Step[tuple[str | None, bool]]:
         """What stands behind a call that closed by itself: (a consumed delimiter, complete)."""
         source = self._source
         try:
@@ -280,55 +288,6 @@ class StreamParser:
             return self._call_codes[1], True
         call.tolerate("missing_call_close")
         return None, True
-
-
-class _Call:
-    """What a codec reports to: one call, announced once its name is final."""
-
-    def __init__(self, parser: StreamParser, start: Boundary, before: Callable[[], None], opener: str) -> None:
-        self.announced = False
-        self.index = -1
-        self.parts: list[str] = []
-        self._parser = parser
-        self._start = start
-        self._before = before
-        self._opener = opener
-        self._tolerated: list[str] = []
-        self._types: dict[str, frozenset[str]] = {}
-
-    def announce(self, name: str) -> None:
-        parser = self._parser
-        if len(self._opener) > 1 and self._opener in parser._wire.spelled.values():
-            self._tolerated.insert(0, "spelled_opener")
-        if self._opener in parser._reader.heads:
-            self._tolerated.insert(0, "bare_head")
-        if self._tolerated and name not in parser._tools:
-            raise Malformed
-        self.announced = True
-        self.index, parser._calls = parser._calls, parser._calls + 1
-        parser._source.log = None
-        self._types = property_types(parser._tools.get(name, {}))
-        self._before()
-        for rule in self._tolerated:
-            parser._emit(Tolerated(rule))
-        parser._emit(self._start)
-        parser._emit(ToolCallStart(self.index, name))
-
-    def arguments(self, fragment: str) -> None:
-        self.parts.append(fragment)
-        self._parser._emit(ToolArgsDelta(self.index, fragment))
-
-    def text_of(self, wire: str) -> str:
-        return self._parser._wire.text_of(wire)
-
-    def types(self, key: str) -> frozenset[str] | None:
-        return self._types.get(key)
-
-    def tolerate(self, rule: str) -> None:
-        if self.announced:
-            self._parser._emit(Tolerated(rule))
-        else:
-            self._tolerated.append(rule)
 
 
 class _Trimmed:
