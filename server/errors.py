@@ -124,11 +124,6 @@ def status(error: ApiError, shape: Shape) -> int:
     return row.anthropic_status if shape == "anthropic" else row.openai_status
 
 
-def code(error: ApiError) -> str | None:
-    """OpenAI's ``code``."""
-    return _ROWS[error.kind].openai_code
-
-
 def body(error: ApiError, shape: Shape, request_id: str | None = None) -> dict[str, Any]:
     """The error object of a protocol, in an HTTP body or in an ``error`` event."""
     row = _ROWS[error.kind]
