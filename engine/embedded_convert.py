@@ -48,7 +48,7 @@ class Base:
     def tensor(self, name: str) -> Tensor:
         """fp32, in the order of dimensions torch uses (out x in)."""
         found = next(tensor for tensor in self.reader.tensors if tensor.name == name)
-        return torch.from_numpy(dequantize(found.data, found.tensor_type)).float()
+        return torch.tensor(dequantize(found.data, found.tensor_type), dtype=torch.float32)
 
     def matrix(self, layer: int, letter: str) -> Tensor:
         weight = self.tensor(f"blk.{layer}.{GGUF_NAMES[letter]}.weight")
@@ -118,13 +118,11 @@ def layer_tensors(base: Base, delta: Delta, layer: int) -> dict[str, Tensor]:
     return {f"model.layers.{layer}.{name}": tensor.bfloat16().contiguous() for name, tensor in out.items()}
 
 
-def model_config(base: Base, delta: Delta) -> dict[str, object]:
+def model_shape(base: Base) -> dict[str, Any]:
+    """What ``config.json`` takes over from the dense base."""
     theta = float(base.field("llama.rope.freq_base"))
     eos = int(base.field("tokenizer.ggml.eos_token_id"))
     return {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "torch_dtype": "bfloat16",
         "vocab_size": len(base.field("tokenizer.ggml.tokens")),
         "hidden_size": int(base.field("llama.embedding_length")),
         "intermediate_size": int(base.field("llama.feed_forward_length")),
@@ -137,6 +135,18 @@ def model_config(base: Base, delta: Delta) -> dict[str, object]:
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": True,
+        "bos_token_id": int(base.field("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": eos,
+        "pad_token_id": eos,
+    }
+
+
+def model_config(base: Base, delta: Delta) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "torch_dtype": "bfloat16",
+        **model_shape(base),
         "qkv_bias": False,
         "num_experts": delta.experts,
         "num_experts_per_tok": delta.active,
@@ -146,14 +156,11 @@ def model_config(base: Base, delta: Delta) -> dict[str, object]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": False,
-        "bos_token_id": int(base.field("tokenizer.ggml.bos_token_id")),
-        "eos_token_id": eos,
-        "pad_token_id": eos,
     }
 
 
-def write_tokenizer(base: Base, folder: Path) -> None:
-    """Byte-level BPE with digits on their own (GGUF's pre-tokenizer ``smollm``), and the base's chat template."""
+def build_tokenizer(base: Base) -> Tokenizer:
+    """Byte-level BPE with digits on their own, which is GGUF's pre-tokenizer ``smollm``."""
     tokens, kinds = base.field("tokenizer.ggml.tokens"), base.field("tokenizer.ggml.token_type")
     merges = [(left, right) for left, right in (merge.split(" ") for merge in base.field("tokenizer.ggml.merges"))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
@@ -166,7 +173,13 @@ def write_tokenizer(base: Base, folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    return tokenizer
+
+
+def write_tokenizer(base: Base, folder: Path) -> None:
+    """The tokenizer, and the base's own chat template."""
+    (folder / "tokenizer.json").write_text(build_tokenizer(base).to_str(pretty=True), encoding="utf-8")
+    tokens = base.field("tokenizer.ggml.tokens")
     eos = tokens[base.field("tokenizer.ggml.eos_token_id")]
     write_json(
         folder / "tokenizer_config.json",
