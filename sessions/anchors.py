@@ -1,8 +1,8 @@
 """Where the engine is asked to keep checkpoints, and how much each of them is worth.
 
-Pinned are the places that future prompts are certain to share: the end of system and tools, the last user messages, the
-place before the assistant's header, and, where the template drops old thinking, the start of the loop since the last
-user message (that is where the next user message will diverge). Everything else competes by priority.
+Pinned are the places that future prompts are certain to share: the ends of system and tools, the last user messages,
+the place before the assistant's header, and, where the template drops old thinking, the start of the loop since the
+last user message (that is where the next user message will diverge). Everything else competes by priority.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ LIMIT = 64
 LATTICE_SHARE = 16
 """So many of them may be coarse; a longer prompt gets a wider lattice."""
 PINNED_USERS = 3
+PINNED_PARTS = 6
+"""Parts of system and tools; harnesses change the later ones when they compact, and keep the first."""
 
 PRIORITIES = {
     "head_end": 100.0,
     "generation_prompt": 95.0,
+    "head_part": 90.0,
     "loop_start": 90.0,
     "user_start": 80.0,
     "prompt_end": 60.0,
@@ -87,9 +90,11 @@ def anchor_points(length: int, spans: Sequence[Span], probe: Probe) -> tuple[Anc
 
 
 def _pinned(spans: Sequence[Span], probe: Probe) -> list[AnchorPoint]:
-    head = [span for span in spans if span.kind not in ("tools", "system")]
-    first = min((span.start for span in head), default=0)
+    first = min((span.start for span in spans if span.kind not in ("tools", "system")), default=0)
     found = [_pin(first, "head_end")]
+    parts = [span.end for span in spans if span.kind in ("tools", "system") and span.end < first]
+    found += [_pin(end, "head_part") for end in parts[:PINNED_PARTS]]
+    found += [_anchor(span.start, "turn_start") for span in spans if span.kind == "system" and span.start >= first]
     users = [span.start for span in spans if span.kind == "user"]
     found += [_pin(start, "user_start") for start in users[-PINNED_USERS:]]
     found += [_anchor(start, "user_start") for start in users[:-PINNED_USERS]]

@@ -151,13 +151,17 @@ def _system(seen: Facts) -> Cause | None:
 
 
 def _compacted(seen: Facts) -> Cause | None:
-    """After a request for a summary; or, for a client that asks for one in another way, when a shorter conversation
-    begins with another message."""
-    if seen.past is None or seen.last is None or seen.turn is None:
+    """After a request for a summary everything may be new, the head as well."""
+    asked = seen.last is not None and seen.last.kind == "compaction" and seen.now.kind != "compaction"
+    return "compacted" if asked else None
+
+
+def _shrunk(seen: Facts) -> Cause | None:
+    """A client that asks for its summary in another way: a shorter conversation begins with another message."""
+    if seen.past is None or seen.turn != seen.now.head:
         return None
-    asked = seen.last.kind == "compaction" and seen.now.kind != "compaction"
-    shrunk = seen.turn == seen.now.head and len(seen.now.turns) < len(seen.past.turns)
-    return "compacted" if asked or (shrunk and seen.now.length < seen.past.length) else None
+    fewer = len(seen.now.turns) < len(seen.past.turns) and seen.now.length < seen.past.length
+    return "compacted" if fewer else None
 
 
 def _rerendered(seen: Facts) -> Cause | None:
@@ -199,9 +203,10 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     _first,
     _restarted,
     _appended,
+    _compacted,
     _tools,
     _system,
-    _compacted,
+    _shrunk,
     _rerendered,
     _changed,
 )

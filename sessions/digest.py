@@ -67,8 +67,10 @@ def canonical_json(text: str) -> str:
 
 
 def turn_digest(turn: Turn) -> TurnDigest:
-    parts = tuple(part for part in map(_part, turn.blocks) if part is not None)
-    return TurnDigest(turn.role, answer_key(turn) if turn.role == "assistant" else _key(turn, parts), parts)
+    """Blank text of the assistant's is nothing, because clients drop it; anyone else's is what it is."""
+    answer = turn.role == "assistant"
+    parts = tuple(_part(block) for block in turn.blocks if not (answer and _is_blank(block)))
+    return TurnDigest(turn.role, answer_key(turn) if answer else _key(turn, parts), parts)
 
 
 def answer_key(turn: Turn) -> bytes:
@@ -117,12 +119,16 @@ def common_prefix(one: bytes, other: bytes) -> int:
     return low
 
 
-def _part(block: Block) -> Part | None:
+def _is_blank(block: Block) -> bool:
+    return isinstance(block, Text | Thinking) and not block.text.strip()
+
+
+def _part(block: Block) -> Part:
     match block:
         case Text(text):
-            return Part("text", "", digest(text)) if text.strip() else None
+            return Part("text", "", digest(text))
         case Thinking(text):
-            return Part("thinking", "", digest(text)) if text.strip() else None
+            return Part("thinking", "", digest(text))
         case ToolCall(id, name, arguments, freeform):
             spelled = arguments if freeform else canonical_json(arguments)
             return Part("call", normal_id(id), digest(name, spelled))

@@ -57,6 +57,16 @@ def test_the_start_of_a_loop_is_pinned_only_where_thinking_is_dropped() -> None:
     assert len(ends) == 2
 
 
+def test_every_part_of_the_head_is_pinned() -> None:
+    spans = [span(0, 30, "system"), span(5, 20, "tools", -1), span(30, 40, "system", 1), span(40, 50, "user", 2)]
+    spans += [span(50, 60, "system", 3), span(60, 62, "generation_prompt", -1)]
+    points = {point.position: (point.kind, point.pinned) for point in anchor_points(62, spans, KEEPS)}
+    assert {position for position, (kind, _) in points.items() if kind == "head_part"} == {20, 30}
+    assert points[20][1] and points[30][1]
+    assert points[40] == ("head_end", True)
+    assert points[50] == ("turn_start", False)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool_output"]), st.integers(1, 3000)), max_size=120))
 def test_anchors_are_bounded_ordered_and_inside(turns: list[tuple[str, int]]) -> None:
     spans, at = [span(0, 7, "system")], 7

@@ -250,6 +250,20 @@ def test_e9_codex_keeps_the_user_messages_after_compaction(keeping_world: Any) -
     assert agent.user("Go on.").ask(Text("Yes.")).report.cause == "none"
 
 
+def test_e9_codex_moves_its_second_system_message_behind_the_first_user_message(world: Any) -> None:
+    agent = world.agent(world.codex().meta)
+    agent.turns.append(Turn("system", (Text("Permissions: all."),)))
+    tool_loop(agent, lambda turn: turn)
+    codex_compaction(agent)
+    first, second, user = agent.turns[:3]
+    agent.turns = [first, user, second, Turn("user", (Text("Another model wrote: Summary."),))]
+    outcome = agent.ask(Text("Yes."))
+    assert outcome.report.cause == "compacted"
+    end = next(span for span in outcome.prompt.spans if span.kind == "system").end
+    assert 0 <= outcome.report.resumed - end < 20
+    assert any(anchor.position == end and anchor.pinned for anchor in outcome.visit.anchors(outcome.prompt))
+
+
 def test_e10_codex_drops_the_unfinished_text_and_keeps_the_thinking(keeping_world: Any) -> None:
     agent = keeping_world.codex().user(f"Hello. {LONG}")
     agent.say(
