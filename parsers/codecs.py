@@ -56,19 +56,21 @@ class Call:
         self.text_of = text_of
         """Spells out delimiters that turned out to be content."""
         self.index = index
-        self._tools, self._emit, self._begin, self._rules = tools, emit, begin, list(rules)
+        self._tools, self._emit, self._begin = tools, emit, begin
+        self._guarded = bool(rules)
+        self._tolerated = dict.fromkeys(rules)
         self._types: dict[str, frozenset[str]] = {}
 
     def announce(self, name: str) -> None:
         """Raises Malformed when this is no call after all."""
-        if self._rules and name not in self._tools:
+        if self._guarded and name not in self._tools:
             raise Malformed
         self.announced = True
         self._types = property_types(self._tools.get(name, {}))
         self._begin()
         self._emit(ToolCallStart(self.index, name))
-        for rule in self._rules:
-            self.tolerate(rule)
+        for rule in self._tolerated:
+            self._emit(Tolerated(rule))
 
     def arguments(self, fragment: str) -> None:
         self.parts.append(fragment)
@@ -79,7 +81,11 @@ class Call:
         return self._types.get(key)
 
     def tolerate(self, rule: str) -> None:
-        self._emit(Tolerated(rule))
+        """Counted once per call, and only if it turns out to be one."""
+        if rule not in self._tolerated:
+            self._tolerated[rule] = None
+            if self.announced:
+                self._emit(Tolerated(rule))
 
 
 @dataclass(frozen=True)

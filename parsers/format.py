@@ -51,8 +51,8 @@ class JsonCall:
 class Tagged:
     """``head`` NAME ``head_end`` (``open`` KEY ``open_end`` VALUE ``close``)* ``tail``.
 
-    ``trim`` says what belongs to the layout of a value: one newline on each side, or nothing. ``typing`` says how the
-    text of a value becomes JSON; "schema" is the rule of ``parsers.schema``.
+    ``trim`` says what belongs to the layout of a value: one newline on each side, or nothing. The tool's schema says
+    how its text becomes JSON (``parsers.schema``).
     """
 
     head: str
@@ -62,7 +62,6 @@ class Tagged:
     open_end: str
     close: str
     trim: Literal["newline", "none"] = "newline"
-    typing: Literal["schema"] = "schema"
 
 
 Codec = JsonCall | Tagged
