@@ -119,7 +119,8 @@ FT_API int ft_rms_norm(Context* c, const float* x, const float* weight, const fl
   return guarded(c, [&] {
     ft::over_rows(*c, rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        c->kernels.rms_norm(x + row * n, weight, gate == nullptr ? nullptr : gate + row * n, eps, offset, n, y + row * n);
+        const float* row_gate = gate == nullptr ? nullptr : gate + row * n;
+        c->kernels.rms_norm(x + row * n, weight, row_gate, eps, offset, n, y + row * n);
       }
     });
   });
@@ -136,7 +137,8 @@ FT_API int ft_silu_mul(Context* c, const float* gate_up, int64_t rows, int64_t n
 }
 
 // gate is [rows][n], or [rows] when `shared`.
-FT_API int ft_sigmoid_mul(Context* c, const float* x, const float* gate, int shared, int64_t rows, int64_t n, float* y) {
+FT_API int ft_sigmoid_mul(Context* c, const float* x, const float* gate, int shared, int64_t rows, int64_t n,
+                          float* y) {
   return guarded(c, [&] {
     ft::over_rows(*c, rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {

@@ -1,6 +1,6 @@
-// Paged causal attention. Each page is reduced on its own and merged into the running result in absolute order, so a row's
-// result depends on its position and keys only. Rows and the query heads that share a key head are processed together:
-// both products are weight-panel products with keys or values as the panel.
+// Paged causal attention. Each page is reduced on its own and merged into the running result in absolute order, so a
+// row's result depends on its position and keys only. Rows and the query heads that share a key head are processed
+// together: both products are weight-panel products with keys or values as the panel.
 #include <cstring>
 #include <vector>
 
@@ -48,8 +48,8 @@ struct Area {
 
 class Worker {
  public:
-  Worker(const Kernels& kernels, const Pages& pages, const Batch& batch, const float* q, std::int64_t heads, float scale,
-         float* y)
+  Worker(const Kernels& kernels, const Pages& pages, const Batch& batch, const float* q, std::int64_t heads,
+         float scale, float* y)
       : kernels_(kernels), pages_(pages), batch_(batch), q_(q), y_(y), heads_(heads), group_(heads / pages.kv_heads),
         scale_(scale) {}
 
@@ -171,7 +171,8 @@ void write_as(Context& context, const float* k, const float* v, const Pages& pag
     over_rows(context, segment.rows, 2 * width, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t position = segment.position + i, row = segment.first + i;
-        const std::int64_t target = (table[position / kPage] * static_cast<std::int64_t>(kPage) + position % kPage) * width;
+        const std::int64_t page = table[position / kPage];
+        const std::int64_t target = (page * kPage + position % kPage) * width;
         store_row(k + row * width, width, static_cast<T*>(pages.keys) + target);
         store_row(v + row * width, width, static_cast<T*>(pages.values) + target);
       }
@@ -181,8 +182,8 @@ void write_as(Context& context, const float* k, const float* v, const Pages& pag
 
 }  // namespace
 
-void attention(Context& context, const float* q, std::int64_t heads, const Pages& pages, float scale, const Batch& batch,
-               float* y) {
+void attention(Context& context, const float* q, std::int64_t heads, const Pages& pages, float scale,
+               const Batch& batch, float* y) {
   check_segments(batch);
   check_pages(batch, pages.count);
   std::vector<Task> tasks;

@@ -12,9 +12,9 @@ void check_segments(const Batch& batch) {
   for (std::int64_t sequence = 0; sequence < batch.sequences; ++sequence) {
     const Segment s = segment_of(batch, sequence);
     if (s.first < 0 || s.rows < 0 || s.position < 0 || s.first + s.rows > batch.rows) {
-      throw Invalid(of_segment(sequence) + "rows " + std::to_string(s.first) + " to " + std::to_string(s.first + s.rows) +
-                    " at position " + std::to_string(s.position) + " do not fit a batch of " +
-                    std::to_string(batch.rows) + " rows");
+      throw Invalid(of_segment(sequence) + "rows " + std::to_string(s.first) + " to " +
+                    std::to_string(s.first + s.rows) + " at position " + std::to_string(s.position) +
+                    " do not fit a batch of " + std::to_string(batch.rows) + " rows");
     }
   }
 }
@@ -26,7 +26,9 @@ void check_slots(const Batch& batch, std::int64_t slots) {
                     std::to_string(slots) + ")");
     }
   };
-  for (std::int64_t sequence = 0; sequence < batch.sequences; ++sequence) check(sequence, segment_of(batch, sequence).slot);
+  for (std::int64_t sequence = 0; sequence < batch.sequences; ++sequence) {
+    check(sequence, segment_of(batch, sequence).slot);
+  }
   for (std::int64_t i = 0; i < batch.snapshot_count; ++i) {
     const std::int32_t* snapshot = batch.snapshots + 3 * i;
     if (snapshot[0] < 0 || snapshot[0] >= batch.sequences) {

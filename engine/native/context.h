@@ -46,7 +46,7 @@ class Scratch {
 };
 
 struct Context {
-  Context(const Kernels& table, int threads) : kernels(table), pool(threads) {}
+  Context(const Kernels& table, int size) : kernels(table), pool(size) {}
 
   const Kernels& kernels;
   ThreadPool pool;
@@ -85,7 +85,7 @@ void check_pages(const Batch& batch, std::int64_t pages);
 // Rows in tiles of nearly equal size: tile t holds rows [begin(t), begin(t + 1)), stored [depth][rows of the tile].
 struct Tiling {
   std::int64_t rows, count;
-  Tiling(std::int64_t rows, int most) : rows(rows), count(ceil_div(rows, most)) {}
+  Tiling(std::int64_t all, int most) : rows(all), count(ceil_div(all, most)) {}
   std::int64_t begin(std::int64_t tile) const { return rows * tile / count; }
   int size(std::int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
 };

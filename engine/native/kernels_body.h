@@ -72,11 +72,15 @@ inline Vec softplus(Vec x) {
 }
 
 void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
-  stretches(n, [&](int64_t i, int64_t m) { store_upto(out + i, silu(load_upto(gate + i, m)) * load_upto(up + i, m), m); });
+  stretches(n, [&](int64_t i, int64_t m) {
+    store_upto(out + i, silu(load_upto(gate + i, m)) * load_upto(up + i, m), m);
+  });
 }
 
 void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out) {
-  stretches(n, [&](int64_t i, int64_t m) { store_upto(out + i, load_upto(x + i, m) * sigmoid(load_upto(gate + i, m)), m); });
+  stretches(n, [&](int64_t i, int64_t m) {
+    store_upto(out + i, load_upto(x + i, m) * sigmoid(load_upto(gate + i, m)), m);
+  });
 }
 
 void sigmoid_row(const float* x, int64_t n, float* out) {
@@ -178,13 +182,15 @@ void rms_norm(const float* x, const float* weight, const float* gate, float eps,
 
 void l2_norm(const float* x, float factor, int64_t n, float* out) {
   const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(x, n) + 1e-6f);
-  stretches(n, [&](int64_t i, int64_t m) { store_upto(out + i, load_upto(x + i, m) * set1(inverse) * set1(factor), m); });
+  stretches(n, [&](int64_t i, int64_t m) {
+    store_upto(out + i, load_upto(x + i, m) * set1(inverse) * set1(factor), m);
+  });
 }
 
 inline float maximum_of(const float* x, int64_t n) {
-  float maximum = -kInfinity;
   const int64_t whole = n / kLanes * kLanes;
-  maximum = reduce(accumulate(whole, maximum, [&](Vec top, int64_t i, int64_t) { return max(top, load(x + i)); }), max1);
+  const auto step = [&](Vec top, int64_t i, int64_t) { return max(top, load(x + i)); };
+  float maximum = reduce(accumulate(whole, -kInfinity, step), max1);
   for (int64_t i = whole; i < n; ++i) maximum = max1(maximum, x[i]);
   return maximum;
 }

@@ -68,7 +68,8 @@ void pack_matrix(Context& context, const void* source, bool bfloat, std::int64_t
 
 void pack_experts(Context& context, const void* gate_up, const void* down, const Experts& target) {
   if (target.bfloat) {
-    pack_experts_as(context, static_cast<const std::uint16_t*>(gate_up), static_cast<const std::uint16_t*>(down), target);
+    pack_experts_as(context, static_cast<const std::uint16_t*>(gate_up), static_cast<const std::uint16_t*>(down),
+                    target);
   } else {
     pack_experts_as(context, static_cast<const float*>(gate_up), static_cast<const float*>(down), target);
   }

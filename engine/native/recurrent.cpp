@@ -22,8 +22,8 @@ constexpr std::int64_t kChannels = 64;  // channels of a convolution task
 
 }  // namespace
 
-void conv(Context& context, const float* x, std::int64_t channels, std::int64_t width, const float* weight, float* state,
-          std::int64_t slots, const Batch& batch, float* y) {
+void conv(Context& context, const float* x, std::int64_t channels, std::int64_t width, const float* weight,
+          float* state, std::int64_t slots, const Batch& batch, float* y) {
   check_segments(batch);
   check_slots(batch, slots);
   const std::int64_t keep = width - 1, blocks = ceil_div(channels, kChannels);
@@ -62,8 +62,9 @@ void conv(Context& context, const float* x, std::int64_t channels, std::int64_t 
   });
 }
 
-void gated_delta(Context& context, const float* q, const float* k, const float* v, const float* decay, const float* beta,
-                 const DeltaShape& shape, float* state, std::int64_t slots, const Batch& batch, float* y) {
+void gated_delta(Context& context, const float* q, const float* k, const float* v, const float* decay,
+                 const float* beta, const DeltaShape& shape, float* state, std::int64_t slots, const Batch& batch,
+                 float* y) {
   check_segments(batch);
   check_slots(batch, slots);
   const Kernels& kernels = context.kernels;
@@ -110,8 +111,8 @@ void gated_delta(Context& context, const float* q, const float* k, const float* 
       const std::int64_t at = segment.first + row, value_head = at * shape.value_heads + head;
       const std::int64_t key = at * key_width + head / group * depth;
       std::memcpy(value, v + value_head * shape.value_dim + first, bytes);
-      kernels.delta_step(memory, stride, unit_q + key, unit_k + key, value, factors[value_head], beta[value_head], depth,
-                         result);
+      kernels.delta_step(memory, stride, unit_q + key, unit_k + key, value, factors[value_head], beta[value_head],
+                         depth, result);
       std::memcpy(y + value_head * shape.value_dim + first, result, bytes);
       states_after(batch, sequence, segment, row + 1, [&](std::int64_t slot) {
         if (place(slot) == memory) return;

@@ -51,7 +51,8 @@ inline void transpose(Vec (&row)[Vec::width]) {
     u[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
   }
   for (int j = 0; j < 4; ++j) {
-    const __m512 low01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x44), high01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xee);
+    const __m512 low01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0x44);
+    const __m512 high01 = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xee);
     const __m512 low23 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x44);
     const __m512 high23 = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xee);
     row[j].v = _mm512_shuffle_f32x4(low01, low23, 0x88);
