@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from launchers.running import get
 
 USED = ("cached", "held", "kept")
+SIZES = {"pages": "page_bytes", "checkpoints": "checkpoint_slot_bytes"}
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -32,14 +30,12 @@ def show(body: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(body, indent=2, ensure_ascii=False))
         return
-    console = Console(highlight=False)
     for title, rows in sections(body):
-        table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
-        table.add_column(overflow="fold")
-        table.add_column(overflow="fold", justify="left")
+        if title:
+            print(title)
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            table.add_row(name, value)
-        console.print(table)
+            print(f"{'  ' if title else ''}{name:<{width}}  {value}")
 
 
 def sections(body: Mapping[str, Any], title: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -53,11 +49,16 @@ def sections(body: Mapping[str, Any], title: str = "") -> Iterator[tuple[str, li
 
 
 def text(name: str, value: Any, values: Mapping[str, Any]) -> str:
-    """``value`` for people; a used amount with its bound, which is the ``_total`` of the same thing."""
+    """``value`` for people; a used amount with its bound, which is the ``_total`` of the same thing, and with the bytes
+    of both where the size of one thing is known."""
     thing, _, state = name.rpartition("_")
     bound = values.get(f"{thing}_total") if state in USED else None
     shown = amount(name, value)
-    return shown if bound is None else f"{shown} of at most {amount(name, bound)}"
+    if bound is None:
+        return shown
+    each = values.get(SIZES.get(thing, ""), 0)
+    sizes = f" ({in_bytes(value * each)} of {in_bytes(bound * each)})" if each else ""
+    return f"{shown} of at most {amount(name, bound)}{sizes}"
 
 
 def amount(name: str, value: Any) -> str:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from conftest import FakeServer
 
 STATS = {
-    "engine": {"pages_total": 4096, "pages_held": 12, "kv_bytes_total": 2 << 30, "kv_bytes_held": 3 << 20, "rate": 0.5},
+    "engine": {"pages_total": 4096, "pages_held": 12, "page_bytes": 1 << 20, "checkpoints_kept": 2, "rate": 0.5},
     "sessions": None,
-    "server": {"requests": 1234, "requests_held": 1, "ok": True},
+    "server": {"requests": 1234, "max_body_bytes": 64 << 20, "ok": True},
 }
 
 
@@ -72,13 +72,13 @@ def test_stats_as_a_table(fake_server: FakeServer, capsys: pytest.CaptureFixture
         "sessions null",
         "engine",
         "pages_total 4,096",
-        "pages_held 12 of at most 4,096",
-        "kv_bytes_total 2.0 GiB",
-        "kv_bytes_held 3.0 MiB of at most 2.0 GiB",
+        "pages_held 12 of at most 4,096 (12.0 MiB of 4.0 GiB)",
+        "page_bytes 1.0 MiB",
+        "checkpoints_kept 2",
         "rate 0.500",
         "server",
         "requests 1,234",
-        "requests_held 1",
+        "max_body_bytes 64.0 MiB",
         "ok true",
     ]
 
