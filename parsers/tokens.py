@@ -36,6 +36,9 @@ class Tokenizer:
         kinds = _decoder_kinds(description.get("decoder"))
         if "ByteLevel" not in kinds:
             raise TokenizerError(f"tokenizer.json decodes with {sorted(kinds)}, only ByteLevel is supported")
+        model = description.get("model")
+        if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+            raise TokenizerError("tokenizer.json has no vocabulary of byte pairs")
         added = {str(token["content"]): token for token in description.get("added_tokens") or ()}
         # Added tokens of white space or of one character are ordinary text; they stay in the plain vocabulary.
         control = {text: token for text, token in added.items() if len(text) > 1 and text.strip()}
@@ -43,10 +46,10 @@ class Tokenizer:
         """Control tokens by their text."""
         self.special = frozenset(int(token["id"]) for token in control.values() if token.get("special"))
         """Control tokens that never stand for visible text."""
-        vocabulary = {k: v for k, v in description["model"]["vocab"].items() if k not in control}
+        vocabulary = {k: v for k, v in model["vocab"].items() if k not in control}
         plain = description | {
             "added_tokens": [token for text, token in added.items() if text not in control],
-            "model": description["model"] | {"vocab": vocabulary},
+            "model": model | {"vocab": vocabulary},
             "post_processor": None,
         }
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parsers.conversation import Conversation, Text, Thinking, ToolCall, ToolOutput, Turn
+from parsers.conversation import Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.load import Family, FamilyError, load_family
 from parsers.template import ChatTemplate, TemplateMissing, TemplateRefusal
 from parsers.tokens import Tokenizer, TokenizerError
@@ -179,3 +179,22 @@ def test_remembered_pieces_are_bounded(vocabulary: Callable[[str], Path]) -> Non
         assert len(tokenizer.encode(f"{number:010}", remember=True)) == 10
     assert sum(map(len, tokenizer._memo)) <= 100
     assert tokenizer.encode("x" * 500, remember=True) == tokenizer.encode("x" * 500)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["qwen-qwen3_xml", "qwen-hermes", "byte-chatml"])
+def test_prompts_equal_those_of_transformers(
+    vocabulary: Callable[[str], Path], families: Callable[[str], Family], tmp_path: Path, name: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, _, template = name.partition("-")
+    reference = AutoTokenizer.from_pretrained(checkpoint(vocabulary(tokenizer), tmp_path / "c", template))
+    texts = ("Sys.\n\nMore.", "Hello\n\nthere!  I am 42.", "Yes\n- é 😀", "ok\t\n")
+    roles: tuple[Role, ...] = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    wanted = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    turns = tuple(Turn(role, (Text(text),)) for role, text in zip(roles, texts, strict=True))
+    prompt = families(name).render(Conversation(turns))
+    assert families(name).tokenizer.decode(prompt.ids) == wanted
+    assert list(prompt.ids) == reference.encode(wanted, add_special_tokens=False)
