@@ -130,9 +130,8 @@ def time_model(options: argparse.Namespace, ops: NativeOps, console: Console) ->
             times.append(model.prefill(options.tokens))
         yardsticks.sample()
     tokens = 1 if options.what == "decode" else options.tokens
-    return Report.of(
-        options.what, options.model.name, ops, tokens, median(times), model.cost(tokens), yardsticks.limits()
-    )
+    cost = model.decode_cost() if options.what == "decode" else model.prefill_cost(tokens)
+    return Report.of(options.what, options.model.name, ops, tokens, median(times), cost, yardsticks.limits())
 
 
 def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) -> Report:

@@ -24,12 +24,18 @@ class ModelRun:
         """Raises engine.weights.errors.CheckpointError."""
         self._scheduler = Scheduler.load(config, tell)
         self._random = torch.Generator().manual_seed(3)
-        self._parameters = active_parameters(Path(config.model))
+        self._chunk = config.chunk_tokens
+        self._active, self._stored = count_parameters(Path(config.model))
         self._itemsize = 2 if self._scheduler.info.dtype == "bfloat16" else 4
 
-    def cost(self, tokens: int) -> Cost:
-        """Of ``tokens`` tokens of one sequence, weights only; bytes are those of a decode step each."""
-        return Cost(tokens * self._parameters * self._itemsize, 2 * tokens * self._parameters)
+    def decode_cost(self) -> Cost:
+        """Of one token, weights only."""
+        return Cost(self._active * self._itemsize, 2 * self._active)
+
+    def prefill_cost(self, tokens: int) -> Cost:
+        """Of a prompt, weights only: every chunk reads all experts, as all but short ones do."""
+        chunks = -(-tokens // self._chunk)
+        return Cost(chunks * self._stored * self._itemsize, 2 * tokens * self._active)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a fresh prompt to its first sampled token."""
@@ -65,16 +71,18 @@ class ModelRun:
                     return
 
 
-def active_parameters(directory: Path) -> int:
-    """Weights that one token of text is multiplied with: all of them, of the routed experts the chosen share."""
+def count_parameters(directory: Path) -> tuple[int, int]:
+    """Weights that one token of text is multiplied with (of the routed experts the chosen share), and all of them."""
     config = read_config(directory)
     fields = config.get("text_config", config)
     share = fields["num_experts_per_tok"] / (fields.get("num_experts") or fields["num_local_experts"])
-    total, embedding, head = 0.0, 0, False
+    active, stored, embedding, head = 0.0, 0, 0, False
     for name, entry in Shards(directory).entries.items():
         size = torch.Size(entry.shape).numel()
         embedding = size if "embed_tokens" in name else embedding
         head = head or "lm_head" in name
         if not any(part in name for part in _SKIPPED):
-            total += size * (share if ".experts." in name else 1)
-    return round(total) + (0 if head else embedding)
+            active += size * (share if ".experts." in name else 1)
+            stored += size
+    tied = 0 if head else embedding
+    return round(active) + tied, stored + tied
