@@ -109,8 +109,9 @@ async def _process(command: Sequence[str]) -> AsyncIterator[Process]:
 
 
 async def _stop(worker: Process) -> None:
-    with suppress(ProcessLookupError):
-        worker.terminate()
+    """Ends a worker by closing its stdin. A signal would first be preceded by a poll that may reap a worker that has
+    just died, and asyncio would then never learn how."""
+    cast(asyncio.StreamWriter, worker.stdin).close()
     try:
         await asyncio.wait_for(worker.wait(), STOP_SECONDS)
     except TimeoutError:
