@@ -1,0 +1,180 @@
+"""Room on disk: the quota, the disk's reserve, eviction, garbage collection. Runs in the writer thread."""
+
+from __future__ import annotations
+
+import logging
+
+from sessions.store import gc, owner
+from sessions.store.config import DAY
+from sessions.store.core import Core
+from sessions.store.crypt import Unreadable
+from sessions.store.disk import Disk, record, used_record
+from sessions.store.format import Place
+from sessions.store.index import Changes
+from sessions.store.mirror import Entry
+from sessions.store.retention import victims, weigh
+from sessions.store.segments import NoRoom, Segment
+
+_log = logging.getLogger(__name__)
+RESERVE = 0.05
+"""Share of the disk that is left free for others."""
+FULL = 0.8
+"""Share of the quota that live extents may have; the rest is what garbage collection works with."""
+SLACK = 0.05
+"""Share of the quota that is evicted at once, so that eviction is rare."""
+_ROUNDS = 64
+
+
+class Space:
+    """Whatever writes raises OSError and lmdb.Error."""
+
+    def __init__(self, core: Core, disk: Disk) -> None:
+        self.moved = 0
+        """Bytes copied by garbage collection."""
+        self._core = core
+        self._disk = disk
+        self._config = core.config
+
+    def room(self, count: int) -> bool:
+        """Whether ``count`` more bytes may be allocated, after making room by every means there is."""
+        spare = self._config.segment_bytes
+        for _ in range(_ROUNDS):
+            if self._fits(count, spare):
+                return True
+            if self._drop_dead() or self._drop_other(self._config.grace_seconds):
+                continue
+            if not self._disk_free(count):
+                self._core.counters["disk_full"] += 1
+                return False
+            self.evict(count)
+            if self._drop_dead():
+                continue
+            victim = gc.worst(self._closed(), share=0.0)
+            if (victim is None or not self.compact(victim)) and not self._drop_other(0.0):
+                return False
+        return False
+
+    def evict(self, count: int) -> None:
+        """Give up the least valuable entries until ``count`` more bytes fit under the share of live bytes."""
+        quota = self._config.quota_bytes - self._disk.others_bytes
+        need = self._disk.segments.live + count - (int(FULL * quota) - self._config.segment_bytes)
+        if need > 0:
+            self._give_up(need + int(SLACK * quota))
+
+    def expire(self, now: float) -> None:
+        """Forget what was not used for the days of retention, and what is too much for the index."""
+        oldest = now - self._config.retention_days * DAY
+        with self._core.changed:
+            for entry in list(self._core.mirror):
+                if entry.used < oldest and entry.place is not None and not entry.holds:
+                    self._core.drop(entry, "expired")
+            count = len(self._core.mirror)
+        if count > self._config.max_extents * (1 - SLACK):
+            self._give_up(int(2 * SLACK * self._disk.segments.live))
+        while self._drop_other(max(self._config.retention_days * DAY, self._config.grace_seconds)):
+            pass
+
+    def collect(self) -> bool:
+        """Drop what is dead, or compact one segment that is mostly dead; whether there was something to do."""
+        self._disk.segments.trim()
+        if self._drop_dead():
+            return True
+        victim = gc.worst(self._closed())
+        return victim is not None and self.compact(victim)
+
+    def bury(self) -> None:
+        """Take dead extents off the index."""
+        with self._core.changed:
+            dead = list(self._core.dead)
+        if not dead or self._disk.index is None:
+            return
+        self._disk.index.commit(Changes(gone={place for place, _ in dead}))
+        for place, length in dead:
+            self._disk.segments.release(place, length)
+        with self._core.changed:
+            del self._core.dead[: len(dead)]
+
+    def compact(self, victim: Segment) -> bool:
+        """Copy what lives, commit, delete the file; False if there is no room to copy to."""
+        index = self._disk.index
+        if index is None:
+            return False
+        with self._core.changed:
+            living = [(one, one.place) for one in self._core.mirror if one.place and one.place.segment == victim.number]
+        moved: list[tuple[Entry, Place]] = []
+        changes = Changes()
+        for entry, place in living:
+            try:
+                header, payload = self._disk.segments.raw(place, entry.header, entry.size)
+                new = self._disk.segments.append(victim.group, header, [payload], self._moving_room)
+            except Unreadable:
+                with self._core.changed:
+                    self._core.drop(entry, "corrupt_extents")
+                continue
+            except NoRoom:
+                for copied, copy in moved:
+                    self._disk.segments.release(copy, copied.length)
+                return False
+            self.moved += entry.length
+            moved.append((entry, new))
+            changes.gone.add(place)
+            changes.extents[new] = record(entry)
+            changes.used[new] = used_record(entry)
+        self._disk.segments.sync()
+        self._core.files.point("gc.copied")
+        index.commit(changes)
+        self._disk.segments.committed(changes.extents)
+        self._core.files.point("gc.committed")
+        with self._core.changed:
+            for entry, new in moved:
+                if entry.gone:
+                    self._core.dead.append((new, entry.length))
+                entry.place = new
+        self._disk.segments.drop(victim)
+        self._core.files.point("gc.dropped")
+        self._core.counters["segments_compacted"] += 1
+        return True
+
+    def _give_up(self, need: int) -> None:
+        now = self._config.clock()
+        with self._core.changed:
+            entries = [one for one in self._core.mirror if one.place is not None]
+        items = weigh(entries, now, recurrent=bool(self._config.state_components))
+        chosen = [entries[at] for at in victims(items, need)]
+        with self._core.changed:
+            for entry in chosen:
+                if not entry.holds:
+                    self._core.drop(entry, "evicted")
+
+    def _drop_dead(self) -> bool:
+        """Delete segments of which nothing is wanted; whether there were any."""
+        self.bury()
+        dead = gc.empty(self._closed())
+        for segment in dead:
+            self._disk.segments.drop(segment)
+            self._core.counters["segments_dropped"] += 1
+        return bool(dead)
+
+    def _drop_other(self, age: float) -> bool:
+        """Delete the longest unused namespace of another fingerprint, if it is older than ``age`` seconds."""
+        if not self._disk.others or self._config.clock() - self._disk.others[0].used < age:
+            return False
+        other = self._disk.others.pop(0)
+        _log.warning("forgetting what another model wrote: %s", other.directory.name)
+        owner.forget(other)
+        self._disk.others_bytes = sum(one.size for one in self._disk.others)
+        self._core.counters["namespaces_dropped"] += 1
+        return True
+
+    def _closed(self) -> list[Segment]:
+        return [one for one in self._disk.segments.all.values() if not self._disk.segments.active(one)]
+
+    def _moving_room(self, count: int) -> bool:
+        return self._fits(count, 0)
+
+    def _fits(self, count: int, spare: int) -> bool:
+        return self._disk.used + count + spare <= self._config.quota_bytes and self._disk_free(count)
+
+    def _disk_free(self, count: int) -> bool:
+        free, total = self._core.files.free(self._disk.path)
+        return free - count >= RESERVE * total

@@ -1,0 +1,311 @@
+"""The checkpoint store: pages and recurrent states by what came before them, in RAM and on disk.
+
+Every method returns at once, from RAM, unless it says otherwise; a writer thread and a pool of readers do the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import lmdb
+
+from sessions.store import owner
+from sessions.store.config import StoreConfig
+from sessions.store.core import Core
+from sessions.store.crypt import Cipher
+from sessions.store.disk import Disk
+from sessions.store.files import Files
+from sessions.store.format import BLOCK, About, Shape
+from sessions.store.index import MAP_SIZE
+from sessions.store.mirror import Entry
+from sessions.store.ram import CANDIDATES, CHECKPOINTS
+from sessions.store.reader import Buffers, Reader, Reading
+from sessions.store.recover import Progress, no_progress, open_disk
+from sessions.store.retention import Point, Prior, thin
+from sessions.store.writer import Writer
+
+_log = logging.getLogger(__name__)
+_HEADER_ROOM = 4 * BLOCK
+_MANY_SEGMENTS = 16
+"""A quota has room for at least this many segments, so that garbage collection has something to choose from."""
+CLOSING = 60.0
+"""Seconds for the last writes."""
+
+
+def open_store(
+    config: StoreConfig,
+    *,
+    files: Files | None = None,
+    map_size: int = MAP_SIZE,
+    progress: Progress = no_progress,
+) -> Store:
+    """Raises StoreBusy, StoreKeyError (and StoreError without `cryptography`, if there is a key). A directory that is
+    damaged is repaired, one that cannot be written is read, and without any the store lives in RAM; all of this is
+    logged and counted."""
+    files = files or Files()
+    config = _fitting(config)
+    cipher = Cipher(config.key) if config.key is not None else None
+    core = Core(config, files)
+    lock: owner.Owner | None = None
+    disk: Disk | None = None
+    try:
+        try:
+            lock = owner.Owner(config.directory, files)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            core.counters["read_only"] = 1
+            _log.warning("the store in %s can only be read: %s", config.directory, error)
+        owner.check_key(config.directory, cipher)
+        disk = open_disk(
+            config,
+            cipher,
+            files,
+            core.mirror,
+            core.counters,
+            writable=lock is not None,
+            map_size=map_size,
+            progress=progress,
+        )
+        core.writable = lock is not None
+    except (OSError, lmdb.Error) as error:
+        core.counters["disk_off"] = 1
+        for entry in list(core.mirror):
+            core.mirror.remove(entry)
+        _log.warning("the store in %s cannot be used, states are kept in RAM only: %s", config.directory, error)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+    return Store(core, disk, lock)
+
+
+class Store:
+    """Made by ``open_store``. Refs are valid as long as the store; what they refer to, while they are held."""
+
+    def __init__(self, core: Core, disk: Disk | None, lock: owner.Owner | None) -> None:
+        self._core = core
+        self._disk = disk
+        self._lock = lock
+        self._prior = Prior()
+        self._writer = Writer(core, disk) if disk is not None and core.writable else None
+        self._reader = Reader(core, disk, core.config.readers)
+
+    def page(self, parent: bytes, key: bytes, tokens: bytes) -> Entry | None:
+        """The full page after ``parent`` with exactly these tokens, written or not."""
+        with self._core.changed:
+            return self._core.mirror.page(parent, key, tokens)
+
+    def partial(self, parent: bytes, rest: bytes) -> Sequence[Entry]:
+        """Pages after ``parent``, partial or full, that share a start with ``rest``."""
+        with self._core.changed:
+            return self._core.mirror.sharing(parent, rest)
+
+    def states(self, parent: bytes, rest: bytes) -> Sequence[Entry]:
+        """Checkpoints after ``parent`` whose tail ``rest`` begins with."""
+        with self._core.changed:
+            return self._core.mirror.states(parent, rest)
+
+    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+        """Copies ``data`` and returns. A page that is known is ignored; one that continues a partial page replaces
+        it. Without room to keep it, it is skipped and counted."""
+        shape = Shape.PARTIAL if key is None else Shape.PAGE
+        with self._core.changed:
+            if key is not None and self._core.mirror.taken(key):
+                known = self._core.mirror.page(parent, key, tokens)
+                if known is None:
+                    self._core.counters["key_collisions"] += 1
+                else:
+                    known.used = self._core.config.clock()
+                    self._core.touched.add(known)
+                return
+            if key is None and any(one.tokens.startswith(tokens) for one in self._core.mirror.sharing(parent, tokens)):
+                return
+        about = About(shape, parent, key, tokens, position, exact=self._core.config.exact)
+        if self._put(about, data, settle=key is None):
+            with self._core.changed:
+                for one in self._core.mirror.replaced(parent, tokens):
+                    if not one.holds:
+                        self._core.drop(one, "replaced")
+
+    def put_state(
+        self,
+        parent: bytes,
+        tail: bytes,
+        data: Buffers,
+        *,
+        position: int,
+        kind: str,
+        priority: float,
+        pinned: bool,
+        session: str,
+    ) -> None:
+        """Copies ``data`` and returns. One that is known is wanted once more; beyond the number that a session keeps,
+        the one whose loss costs the least goes."""
+        with self._core.changed:
+            known = self._core.mirror.find(Shape.STATE, parent, tail)
+            if known is not None:
+                self._renew(known, kind, priority, pinned, session)
+                return
+        exact = self._core.config.exact
+        about = About(Shape.STATE, parent, None, tail, position, kind, priority, pinned, session, exact)
+        if self._put(about, data, settle=True):
+            with self._core.changed:
+                self._thin(session)
+
+    def demote(self, parent: bytes, tail: bytes) -> None:
+        """A checkpoint is superseded, or no longer pinned. If it still waits, it is not written."""
+        with self._core.changed:
+            known = self._core.mirror.find(Shape.STATE, parent, tail)
+            if known is None:
+                return
+            known.pinned, known.superseded = False, True
+            self._core.touched.add(known)
+            self._core.ram.demote(known)
+            if known.payload is None and known.place is None:
+                self._core.drop(known, "demoted")
+            self._core.trim()
+
+    def read(self, ref: Entry, into: Buffers) -> Reading:
+        """Fill one buffer per component, in the background. Raises ValueError for buffers of another size."""
+        return self._reader.read(ref, into)
+
+    def hold(self, refs: Iterable[Entry]) -> None:
+        """Keep these until they are released as often."""
+        with self._core.changed:
+            for ref in refs:
+                ref.holds += 1
+
+    def release(self, refs: Iterable[Entry]) -> None:
+        with self._core.changed:
+            for ref in refs:
+                ref.holds -= 1
+
+    def tick(self, now: float) -> None:
+        """Nothing to do between steps: the writer has its own clock."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and gauges."""
+        core = self._core
+        with core.changed:
+            numbers: dict[str, float] = dict(core.counters)
+            numbers |= {
+                "extents": len(core.mirror),
+                "queue_bytes": core.ram.queued,
+                "queue_extents": core.ram.waiting,
+                "host_bytes": core.ram.hosted,
+                "writable": float(core.writable),
+            }
+        if self._disk is not None:
+            numbers |= {"disk_bytes": self._disk.used, "segments": len(self._disk.segments.all)}
+            numbers |= {"live_bytes": self._disk.segments.live, "bytes_written": self._disk.segments.written}
+        if self._disk is not None and self._disk.index is not None:
+            numbers |= {"index_bytes": self._disk.index.total, "index_growths": self._disk.index.growths}
+        if self._writer is not None:
+            level = self._writer.budget.level(core.config.clock())
+            numbers |= {"commits": self._writer.commits, "bytes_moved": self._writer.space.moved}
+            numbers |= {"write_budget_level": float(level), "write_paused": float(self._writer.paused)}
+        return numbers
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything is on disk; False if it could not be."""
+        return self._writer.flush(timeout) if self._writer is not None else False
+
+    def collect(self, timeout: float) -> bool:
+        """Run retention and garbage collection now, and wait for it."""
+        return self._writer.collect(timeout) if self._writer is not None else False
+
+    def close(self) -> None:
+        """Write what waits, and end. Nothing may be called afterwards."""
+        self._reader.close()
+        try:
+            if self._writer is not None and self._disk is not None and self._writer.close(CLOSING):
+                owner.leave(self._disk.path)
+            if self._disk is not None and not (self._writer is not None and self._writer.alive):
+                self._disk.close()
+        except (OSError, lmdb.Error) as error:
+            _log.warning("the store was not closed cleanly: %s", error)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def _put(self, about: About, data: Buffers, *, settle: bool) -> bool:
+        """Take a new entry into RAM, if there is room for it; whether there was."""
+        views = [memoryview(one).cast("B") for one in data]
+        size = sum(len(view) for view in views)
+        with self._core.changed:
+            queue = self._core.writable and self._admitted(about, size)
+            if not queue and not self._core.ram.hosts(size):
+                self._core.counters["skipped_queue_full" if self._core.writable else "skipped_no_disk"] += 1
+                return False
+            if len(self._core.mirror) >= self._core.config.max_extents:
+                self._core.counters["skipped_index_full"] += 1
+                return False
+        payload = b"".join(views)
+        now = self._core.config.clock()
+        with self._core.changed:
+            entry = Entry(about, size)
+            entry.used = now
+            entry.sizes = tuple(len(view) for view in views)
+            entry.payload = payload
+            if not self._core.mirror.add(entry):
+                return False
+            if queue:
+                due = time.monotonic() + (self._core.config.settle_seconds if settle else 0.0)
+                self._core.ram.queue(entry, due, settle=settle)
+                if not self._core.ram.pressure(0) < CANDIDATES:
+                    self._core.changed.notify_all()
+            else:
+                self._core.ram.host(entry)
+                self._core.trim()
+        return True
+
+    def _admitted(self, about: About, size: int) -> bool:
+        """Whether the queue takes it, after giving up what matters least. With the lock."""
+        ram = self._core.ram
+        while ram.pressure(size) > CANDIDATES and (least := ram.candidate()) is not None:
+            ram.demote(least)
+            self._core.counters["queue_dropped"] += 1
+            if least.payload is None:
+                self._core.drop(least, "unwritten_lost")
+            self._core.trim()
+        full = CHECKPOINTS if about.shape is Shape.STATE and not about.pinned else 1.0
+        if ram.pressure(size) <= full:
+            return True
+        self._core.counters["queue_refused"] += 1
+        return False
+
+    def _renew(self, known: Entry, kind: str, priority: float, pinned: bool, session: str) -> None:
+        """The stronger of both wishes holds. With the lock."""
+        if priority >= known.priority:
+            known.kind, known.priority = kind, priority
+        known.pinned, known.superseded = known.pinned or pinned, False
+        known.used = self._core.config.clock()
+        self._core.touched.add(known)
+        if session != known.session:
+            self._core.mirror.move(known, session)
+
+    def _thin(self, session: str) -> None:
+        """Keep as many checkpoints of a session as the config says. With the lock."""
+        states = sorted(self._core.mirror.session(session), key=lambda one: one.position)
+        while len(states) > self._core.config.session_states:
+            points = [
+                Point(one.position, one.priority * (0.1 if one.superseded else 1.0), one.pinned or one.holds > 0)
+                for one in states
+            ]
+            victim = thin(points, self._prior)
+            if victim is None:
+                return
+            self._core.drop(states.pop(victim), "thinned")
+
+
+def _fitting(config: StoreConfig) -> StoreConfig:
+    """With segments that suit the quota, and an absolute directory."""
+    largest = max(sum(config.page_components), sum(config.state_components)) + _HEADER_ROOM
+    size = min(config.segment_bytes, max(config.quota_bytes // _MANY_SEGMENTS, largest))
+    return replace(config, directory=Path(config.directory).absolute(), segment_bytes=-(-size // BLOCK) * BLOCK)
