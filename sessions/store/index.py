@@ -54,7 +54,7 @@ class Index:
             _check(self._data)
         try:
             self._env = lmdb.open(
-                str(directory), map_size=max(map_size, 0 if fresh else 2 * self.total), max_dbs=3, mode=0o600,
+                str(directory), map_size=map_size + self.total, max_dbs=3, mode=0o600,
                 metasync=False, readahead=False, readonly=not writable, lock=writable, create=writable,
             )  # fmt: skip
             try:

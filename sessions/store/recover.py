@@ -100,6 +100,10 @@ class _Loader:
             if not self._indexed(place, raw, used):
                 changes.gone.add(place)
         self._counters["index_records_damaged"] += index.damaged
+        if self._counters["index_records_damaged"]:
+            index.close()
+            self._disk.index = None
+            return self._lost("damaged records")
         clean = index.meta(b"clean") == b"1"
         rebooted = index.meta(b"boot") != owner.boot_id()
         for segment in segments.values():

@@ -20,6 +20,10 @@ RESERVE = 0.05
 """Share of the disk that is left free for others."""
 FULL = 0.8
 """Share of the quota that live extents may have; the rest is what garbage collection works with."""
+FLOOR = 0.5
+"""Share of the quota below which live extents are rather copied than evicted to get a segment back."""
+CHEAP = 0.5
+"""A segment with at least this share of dead bytes is worth copying what lives in it."""
 SLACK = 0.05
 """Share of the quota that is evicted at once, so that eviction is rare."""
 _ROUNDS = 64
@@ -49,8 +53,7 @@ class Space:
             self.evict(count)
             if self._drop_dead():
                 continue
-            victim = gc.worst(self._closed(), share=0.0)
-            if (victim is None or not self.compact(victim)) and not self._drop_other(0.0):
+            if not self._reclaim() and not self._drop_other(0.0):
                 return False
         return False
 
@@ -135,7 +138,29 @@ class Space:
         self._core.counters["segments_compacted"] += 1
         return True
 
-    def _give_up(self, need: int) -> None:
+    def _reclaim(self) -> bool:
+        """Get a segment back, by copying little; whether something was gained."""
+        quota = self._config.quota_bytes - self._disk.others_bytes
+        victim = gc.worst(self._closed(), share=CHEAP)
+        if victim is None and self._disk.segments.live > FLOOR * quota and self._give_up(int(SLACK * quota)):
+            self.bury()
+            return True
+        victim = victim or gc.worst(self._closed(), share=0.0)
+        return (victim is not None and self.compact(victim)) or self._sacrifice()
+
+    def _sacrifice(self) -> bool:
+        """There is no room even to copy: forget all of the segment that has the least."""
+        victim = min(self._closed(), key=lambda one: one.live, default=None)
+        if victim is None:
+            return False
+        with self._core.changed:
+            for entry in list(self._core.mirror):
+                if entry.place is not None and entry.place.segment == victim.number and not entry.holds:
+                    self._core.drop(entry, "evicted")
+        return self._drop_dead()
+
+    def _give_up(self, need: int) -> int:
+        """Evict about so many bytes; how many entries."""
         now = self._config.clock()
         with self._core.changed:
             entries = [one for one in self._core.mirror if one.place is not None]
@@ -145,6 +170,7 @@ class Space:
             for entry in chosen:
                 if not entry.holds:
                     self._core.drop(entry, "evicted")
+        return len(chosen)
 
     def _drop_dead(self) -> bool:
         """Delete segments of which nothing is wanted; whether there were any."""

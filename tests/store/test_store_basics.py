@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_sessions_keep_a_number_of_checkpoints(tmp_path: Path) -> None:
         put_state(store, page.key or b"", b"", page.position + 64, pinned=page.position == 0)
     kept = [page.position + 64 for page in pages if store.states(page.key or b"", b"")]
     assert len(kept) == 8 and kept[0] == 64 and kept[-1] == 2560
-    assert max(b - a for a, b in zip(kept, kept[1:], strict=False)) <= 1280
+    assert max(b - a for a, b in pairwise(kept)) <= 1280
     assert store.stats()["thinned"] == 32
     store.close()
 
