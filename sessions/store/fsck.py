@@ -62,7 +62,7 @@ def verify(directory: Path, fingerprint: str, key: bytes | None = None, progress
         config = StoreConfig(directory=directory, fingerprint=fingerprint, page_components=(), key=key)
         disk = open_disk(config, cipher, Files(), mirror, counters, writable=False)
         try:
-            entries = list(mirror)
+            entries = mirror.all()
             shapes = Counter(entry.shape for entry in entries)
             total, done, damaged = sum(entry.length for entry in entries), 0, 0
             for entry in entries:

@@ -125,7 +125,7 @@ class _Loader:
         if self._disk.index is not None:
             self._disk.index.close()
             self._disk.index = None
-        for entry in list(self._mirror):
+        for entry in self._mirror.all():
             self._mirror.remove(entry)
         changes = Changes()
         total, done = self._disk.segments.total, 0
@@ -201,7 +201,7 @@ class _Loader:
 
     def _verify(self, segment: Segment, changes: Changes) -> None:
         """After a power loss: forget the indexed extents that did not reach the disk."""
-        for entry in list(self._mirror):
+        for entry in self._mirror.all():
             place = entry.place
             if place is None or place.segment != segment.number:
                 continue

@@ -27,6 +27,9 @@ CHEAP = 0.5
 SLACK = 0.05
 """Share of the quota that is evicted at once, so that eviction is rare."""
 _ROUNDS = 64
+_SMALL_FILES = 32 << 10
+_INDEX_GROWTH = 64 << 20
+"""The index is allowed to grow by so much, or 1/32 of the quota, before the next segment is asked for."""
 
 
 class Space:
@@ -67,12 +70,9 @@ class Space:
     def expire(self, now: float) -> None:
         """Forget what was not used for the days of retention, and what is too much for the index."""
         oldest = now - self._config.retention_days * DAY
-        with self._core.changed:
-            for entry in list(self._core.mirror):
-                if entry.used < oldest and entry.place is not None and not entry.holds:
-                    self._core.drop(entry, "expired")
-            count = len(self._core.mirror)
-        if count > self._config.max_extents * (1 - SLACK):
+        stale = [one for one in self._everything() if one.used < oldest and one.place is not None]
+        self._drop(stale, "expired")
+        if len(self._core.mirror) > self._config.max_extents * (1 - SLACK):
             self._give_up(int(2 * SLACK * self._disk.segments.live))
         while self._drop_other(max(self._config.retention_days * DAY, self._config.grace_seconds)):
             pass
@@ -102,8 +102,7 @@ class Space:
         index = self._disk.index
         if index is None:
             return False
-        with self._core.changed:
-            living = [(one, one.place) for one in self._core.mirror if one.place and one.place.segment == victim.number]
+        living = [(one, one.place) for one in self._everything() if one.place and one.place.segment == victim.number]
         moved: list[tuple[Entry, Place]] = []
         changes = Changes()
         for entry, place in living:
@@ -153,24 +152,29 @@ class Space:
         victim = min(self._closed(), key=lambda one: one.live, default=None)
         if victim is None:
             return False
-        with self._core.changed:
-            for entry in list(self._core.mirror):
-                if entry.place is not None and entry.place.segment == victim.number and not entry.holds:
-                    self._core.drop(entry, "evicted")
+        living = [one for one in self._everything() if one.place and one.place.segment == victim.number]
+        self._drop(living, "evicted")
         return self._drop_dead()
 
     def _give_up(self, need: int) -> int:
         """Evict about so many bytes; how many entries."""
         now = self._config.clock()
-        with self._core.changed:
-            entries = [one for one in self._core.mirror if one.place is not None]
+        entries = [one for one in self._everything() if one.place is not None]
         items = weigh(entries, now, recurrent=bool(self._config.state_components))
         chosen = [entries[at] for at in victims(items, need)]
-        with self._core.changed:
-            for entry in chosen:
-                if not entry.holds:
-                    self._core.drop(entry, "evicted")
+        self._drop(chosen, "evicted")
         return len(chosen)
+
+    def _everything(self) -> list[Entry]:
+        with self._core.changed:
+            return self._core.mirror.all()
+
+    def _drop(self, entries: list[Entry], cause: str) -> None:
+        """Forget those that no plan holds, without keeping the lock for long."""
+        for entry in entries:
+            with self._core.changed:
+                if not entry.holds:
+                    self._core.drop(entry, cause)
 
     def _drop_dead(self) -> bool:
         """Delete segments of which nothing is wanted; whether there were any."""
@@ -199,7 +203,9 @@ class Space:
         return self._fits(count, 0)
 
     def _fits(self, count: int, spare: int) -> bool:
-        return self._disk.used + count + spare <= self._config.quota_bytes and self._disk_free(count)
+        quota = self._config.quota_bytes
+        rest = _SMALL_FILES + min(quota // 32, _INDEX_GROWTH)
+        return self._disk.used + count + spare + rest <= quota and self._disk_free(count)
 
     def _disk_free(self, count: int) -> bool:
         free, total = self._core.files.free(self._disk.path)

@@ -75,7 +75,7 @@ def open_store(
         core.writable = lock is not None
     except (OSError, lmdb.Error) as error:
         core.counters["disk_off"] = 1
-        for entry in list(core.mirror):
+        for entry in core.mirror.all():
             core.mirror.remove(entry)
         _log.warning("the store in %s cannot be used, states are kept in RAM only: %s", config.directory, error)
     except BaseException:
@@ -90,6 +90,7 @@ class Store:
 
     def __init__(self, core: Core, disk: Disk | None, lock: owner.Owner | None) -> None:
         self._core = core
+        self._mirror = core.mirror
         self._disk = disk
         self._lock = lock
         self._prior = Prior()
@@ -97,9 +98,9 @@ class Store:
         self._reader = Reader(core, disk, core.config.readers)
 
     def page(self, parent: bytes, key: bytes, tokens: bytes) -> Entry | None:
-        """The full page after ``parent`` with exactly these tokens, written or not."""
-        with self._core.changed:
-            return self._core.mirror.page(parent, key, tokens)
+        """The full page after ``parent`` with exactly these tokens, written or not. Takes no lock: it is one look into
+        a dictionary, and prompts have thousands of pages."""
+        return self._mirror.page(parent, key, tokens)
 
     def partial(self, parent: bytes, rest: bytes) -> Sequence[Entry]:
         """Pages after ``parent``, partial or full, that share a start with ``rest``."""
@@ -122,6 +123,7 @@ class Store:
                     self._core.counters["key_collisions"] += 1
                 else:
                     known.used = self._core.config.clock()
+                    known.hits += 1
                     self._core.touched.add(known)
                 return
             if key is None and any(one.tokens.startswith(tokens) for one in self._core.mirror.sharing(parent, tokens)):
