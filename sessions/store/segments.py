@@ -67,12 +67,14 @@ class Segments:
         self._unsynced: set[Segment] = set()
         self._uncommitted: dict[Place, int] = {}
         self._new_names = False
+        self._last = 0
         self._lock = threading.Lock()
         for path in sorted(directory.glob("*.seg")):
             kind, _, number = path.stem.partition("-")
             if kind.upper() in Group.__members__ and number.isdecimal():
                 descriptor = files.open(path, write=writable)
                 size = files.size(descriptor)
+                self._last = max(self._last, int(number))
                 self.all[int(number)] = Segment(int(number), Group[kind.upper()], path, descriptor, size, BLOCK)
 
     @property
@@ -252,7 +254,8 @@ class Segments:
         return self._create(kind, size)
 
     def _create(self, kind: Group, size: int) -> Segment:
-        number = max(self.all, default=0) + 1
+        self._last += 1
+        number = self._last
         path = self._directory / f"{kind.name.lower()}-{number:08d}.seg"
         descriptor = self._files.open(path, write=True)
         try:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,9 @@ class FaultyFiles(Files):
         self.crash: tuple[str, int] = ("", 0)
         self.capacity: int | None = None
         self.deny = False
+        self.gate = threading.Event()
+        self.gate.set()
+        """Writes wait for it."""
 
     def point(self, name: str) -> None:
         self.points[name] += 1
@@ -146,6 +150,7 @@ class FaultyFiles(Files):
         return super().open(path, write=write)
 
     def write(self, descriptor: int, parts: Any, offset: int) -> None:
+        self.gate.wait()
         if "write" in self.fail:
             short = b"".join(bytes(part) for part in parts)[:5000]
             super().write(descriptor, [short], offset)

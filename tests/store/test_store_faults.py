@@ -13,6 +13,8 @@ from storekit import (
     FaultyFiles,
     Page,
     chain,
+    content,
+    page_sizes,
     put_state,
     read_page,
     read_state,
@@ -20,6 +22,7 @@ from storekit import (
     tokens,
 )
 
+from sessions.store import format as format_module
 from sessions.store import index as index_module
 from sessions.store.config import StoreKeyError
 from sessions.store.store import Store, open_store
@@ -155,8 +158,6 @@ def test_an_index_of_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_segments_of_another_format_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sessions.store import format as format_module
-
     with monkeypatch.context() as patch:
         patch.setattr(format_module, "FORMAT", 0)
         made(tmp_path)
@@ -187,8 +188,6 @@ def test_an_encrypted_store_shows_nothing(tmp_path: Path) -> None:
     made(tmp_path / "plain")
     made(tmp_path / "sealed", key=KEY)
     (page,) = [one for one in PAGES if one.position == 640]
-    from storekit import content, page_sizes
-
     payload = bytes(content(page.parent, page.text, page_sizes(page.text))[0])[:64]
     secrets = [page.text, page.key or b"", payload, b"user"]
     for root, shown in (("plain", True), ("sealed", False)):
@@ -325,6 +324,19 @@ def test_a_replaced_payload_is_caught(tmp_path: Path) -> None:
     store = open_store(settings(tmp_path))
     assert read_page(store, PAGES[0])
     assert read_page(store, PAGES[1]) is False
+    store.close()
+
+
+def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
+    """A record that leads to a whole extent of something else."""
+    made(tmp_path)
+    store = open_store(settings(tmp_path))
+    first, second = (store.page(page.parent, page.key or b"", page.text) for page in PAGES[:2])
+    assert first is not None and second is not None
+    first.place = second.place
+    assert read_page(store, PAGES[0]) is False
+    assert read_page(store, PAGES[0]) is None
+    assert store.stats()["corrupt_extents"] == 1
     store.close()
 
 

@@ -192,6 +192,12 @@ def test_days_of_retention(tmp_path: Path, clock: Clock) -> None:
     for page in new:
         page.put(store)
     clock.now += 1.0 * DAY
+    held = [ref for ref in [store.page(old[0].parent, old[0].key or b"", old[0].text)] if ref]
+    store.hold(held)
+    assert store.collect(10.0)
+    assert store.stats()["expired"] == 2
+    assert not held[0].gone
+    store.release(held)
     assert store.collect(10.0)
     assert [read_page(store, page) for page in old] == [None] * 3
     assert all(read_page(store, page) for page in [*used, *new])
@@ -314,4 +320,27 @@ def test_reading_goes_on_while_segments_are_moved(tmp_path: Path) -> None:
     assert store.collect(20.0)
     assert all(reading.wait() for reading in readings)
     assert all(read_page(store, page) for page in pages)
+    store.close()
+
+
+def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    """Puts, look-ups and reads from RAM go on; the queue stays within its bound."""
+    files = FaultyFiles()
+    store = open_store(settings(tmp_path, queue_bytes=500_000, host_bytes=200_000), files=files)
+    first = chain("first", 20)
+    for page in first:
+        page.put(store)
+    assert store.flush(10.0)
+    files.gate.clear()
+    pages = chain("a", 200)
+    for page in pages:
+        page.put(store)
+        assert read_page(store, page)
+    put_state(store, ROOT, b"", 0, pinned=True)
+    store.demote(ROOT, b"")
+    assert all(read_page(store, page) for page in first[:3])
+    assert not store.flush(0.05)
+    assert store.stats()["queue_bytes"] <= 500_000 and store.stats()["queue_refused"] > 0
+    files.gate.set()
+    assert store.flush(10.0)
     store.close()
