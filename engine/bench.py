@@ -28,10 +28,10 @@ from engine.native.ops import NativeOps
 from engine.weights.errors import CheckpointError
 
 EXAMPLES = """examples:
-  python -P -m engine.bench decode                          one token at a time through a Qwen3.6-shaped stack
-  python -P -m engine.bench prefill --tokens 1024           chunks of 1024 tokens
-  python -P -m engine.bench decode --sequences 4 --json     four sequences at once, one JSON object on stdout
-  python -P -m engine.bench decode --model DIR              a real checkpoint through the real scheduler
+  ft bench decode                          one token at a time through a Qwen3.6-shaped stack
+  ft bench prefill --tokens 1024           chunks of 1024 tokens
+  ft bench decode --sequences 4 --json     four sequences at once, one JSON object on stdout
+  ft bench decode --model DIR              a real checkpoint through the real scheduler
 """
 
 PROBE_EVERY = 4
@@ -107,7 +107,8 @@ class Yardsticks:
 
 def progress(console: Console) -> Progress:
     def tell(what: str, done: int, total: int) -> None:
-        console.print(f"{what}: {done}/{total}", highlight=False)
+        if total > 1:
+            console.print(f"{what}: {done} of {total}", highlight=False)
 
     return tell
 
@@ -170,12 +171,12 @@ def show(report: Report, console: Console) -> None:
         ("moved per token", f"{report.bytes_per_token / 1e6:.1f} MB"),
         ("moved", f"{report.bytes_per_second / 1e9:.1f} GB/s"),
         ("memory read, measured", f"{report.limits.read / 1e9:.1f} GB/s"),
-        ("fraction of it", f"{report.of_read:.0%}"),
-        ("arithmetic", f"{report.flops / 1e9:.0f} GFLOP/s"),
+        ("part of what memory allows", f"{report.of_read:.0%}"),
+        ("arithmetic", f"{report.flops / 1e9:.3g} GFLOP/s"),
         ("torch float32 product", f"{report.limits.float32 / 1e9:.0f} GFLOP/s"),
-        ("fraction of it", f"{report.of_torch_float32:.0%}"),
+        ("part of torch float32", f"{report.of_torch_float32:.0%}"),
         ("torch bfloat16 product", f"{report.limits.bfloat16 / 1e9:.0f} GFLOP/s"),
-        ("fraction of it", f"{report.of_torch_bfloat16:.0%}"),
+        ("part of torch bfloat16", f"{report.of_torch_bfloat16:.0%}"),
     ]
     for row in rows:
         table.add_row(*row)
@@ -189,7 +190,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("what", choices=("decode", "prefill"))
     parser.add_argument("--model", type=Path, help="a checkpoint directory to time instead of a random stack")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the random stack")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the random stack (1.7 GB each; default 4)")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="layers of the random stack, 1.7 GB of memory each (default 4)"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="tokens per prefill chunk (default 512)")
     parser.add_argument("--sequences", type=int, default=1, help="sequences decoded at once (default 1)")
     parser.add_argument("--context", type=int, default=1024, help="tokens already in the context (default 1024)")

@@ -305,9 +305,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiny.add_argument("--tied", action="store_true", help="tie the output matrix to the embedding")
     options = vars(parser.parse_args(arguments))
     options.pop("kind")
+    out: Path = options.pop("out")
+    for name in ("layers", "hidden", "context"):
+        if options[name] < 1:
+            tiny.error(f"--{name} must be at least 1")
     try:
-        print(write_tiny(options.pop("arch"), options.pop("out"), **options))
-    except CheckpointError as error:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise CheckpointError(f"{out} exists; name a new folder, or remove it first")
+        print(write_tiny(options.pop("arch"), out, **options))
+    except (CheckpointError, OSError) as error:
         print(f"ft checkpoint: {error}", file=sys.stderr)
         return 2
     return 0

@@ -216,5 +216,7 @@ def convert(gguf: Path, delta_path: Path, folder: Path, report: Report) -> None:
     write_tokenizer(base, folder)
     write_json(folder / "config.json", config)
     tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    # Drawing settings the base model's authors recommend for short answers.
-    write_json(folder / "generation_config.json", {**tokens, "do_sample": True, "temperature": 0.2, "top_p": 0.9})
+    # Drawing settings the base model's authors recommend for short answers; so small a model repeats itself for ever
+    # when nothing holds it back.
+    drawing = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 512}
+    write_json(folder / "generation_config.json", {**tokens, **drawing})

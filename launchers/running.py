@@ -11,6 +11,8 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 10.0
+AGENT_CONTEXT = 24_000
+"""Tokens of context below which a coding agent's first request leaves no room to work."""
 
 
 class ServerProblem(Exception):

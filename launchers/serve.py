@@ -35,7 +35,15 @@ DRAIN_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "default_output_tokens",
+}
+"""What is read of a checkpoint's generation_config.json, and the setting that it becomes."""
 
 
 def serve(settings: ServeSettings, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
@@ -139,7 +147,7 @@ async def _supervise(
         serving = asyncio.create_task(api.serve(sockets=[claim.listener]), name="api")
         await _first_of(supervising, serving, asyncio.ensure_future(api.up.wait()))
         announce()
-        display.ready(claim.url, settings.model_name, first.result())
+        display.ready(claim.url, settings.model_name, first.result(), wants_key=bool(settings.api_keys))
         await _first_of(supervising, serving)
     finally:
         api.should_exit = True
@@ -202,7 +210,7 @@ def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
             keepalive_seconds=settings.keepalive_seconds,
             api_keys=settings.api_keys,
             allowed_hosts=LOOPBACK_HOSTS if is_loopback(settings.host) else (),
-            **{name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None},
+            **{ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None},
         )
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         raise ServeError(f"{path} is damaged ({' '.join(str(error).split())}): get it again, or remove it") from error

@@ -225,7 +225,7 @@ class Generation:
                         done = reply
                     case Failed():
                         self._engine_done = True
-                        _log.warning("request %s failed: %s: %s", reply.id, reply.kind, reply.message)
+                        _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
                         raise ApiError.from_engine(reply.kind, reply.message)
                 if not events and loop.time() >= due:
                     events.append(Progress())
@@ -351,7 +351,7 @@ def _budget(prompt: int, options: Options, settings: ServerSettings, limit: int)
     """Tokens the answer may have. Raises ApiError; one token at least must be left for the answer."""
     if prompt > limit - 1:
         raise ApiError.prompt_too_long(prompt, limit - 1)
-    wanted = options.max_tokens or settings.max_output_tokens or limit - prompt
+    wanted = options.max_tokens or settings.default_output_tokens or limit - prompt
     if settings.max_output_tokens:
         wanted = min(wanted, settings.max_output_tokens)
     if prompt + wanted > limit and options.strict_budget:
@@ -381,7 +381,7 @@ def _sampling(
     return Sampling(
         max_tokens=max_tokens,
         temperature=_default(options.temperature, settings.temperature),
-        top_k=_default(options.top_k, settings.top_k),
+        top_k=min(_default(options.top_k, settings.top_k), vocab_size),
         top_p=_default(options.top_p, settings.top_p),
         min_p=_default(options.min_p, settings.min_p),
         presence_penalty=_default(options.presence_penalty, settings.presence_penalty),

@@ -11,7 +11,7 @@ class ServerSettings(BaseModel):
     """One frozen value, built once by whoever starts the server.
 
     ``context_length`` 0: the worker's own. ``max_output_tokens`` 0: whatever the context leaves; larger wishes of
-    clients are cut to it. ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and
+    clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0: none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and
     ``Origin`` headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how
     long the response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that
     is being started, ``send_seconds`` how long a client may refuse to read before it is dropped. The sampling fields
@@ -24,6 +24,7 @@ class ServerSettings(BaseModel):
     model_aliases: tuple[str, ...] = ()
     context_length: int = Field(default=0, ge=0)
     max_output_tokens: int = Field(default=0, ge=0)
+    default_output_tokens: int = Field(default=0, ge=0)
     keepalive_seconds: float = Field(default=15.0, gt=0, le=15.0)
     admission_seconds: float = Field(default=10.0, ge=0)
     worker_seconds: float = Field(default=30.0, ge=0)

@@ -14,10 +14,11 @@ from launchers.agents.common import (
     LaunchError,
     PlannedFile,
     cloud_variables,
+    installed,
     state_directory,
     without_proxy,
 )
-from launchers.running import RunningServer
+from launchers.running import AGENT_CONTEXT, RunningServer
 
 TESTED_VERSION = "2.1.332"
 PACKAGE = f"@anthropic-ai/claude-code@{TESTED_VERSION}"
@@ -46,7 +47,7 @@ def plan(
         environment={name: value for name, value in recipe.items() if name not in keep or name not in environ},
         removed=cloud_variables(environ, keep),
         files=() if home else (onboarded,),
-        warnings=warnings(server),
+        warnings=warnings(server, arguments),
         secrets=(server.api_key,) if server.api_key else (),
     )
 
@@ -62,7 +63,7 @@ def variables(server: RunningServer) -> dict[str, str]:
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         # It takes unknown models to have a million tokens.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context_length),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(16384, server.context_length // 2)),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(16384, server.context_length // 4)),
         "API_TIMEOUT_MS": "3000000",
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",
         "API_FORCE_IDLE_TIMEOUT": "0",
@@ -73,13 +74,13 @@ def variables(server: RunningServer) -> dict[str, str]:
     }
 
 
-def warnings(server: RunningServer) -> tuple[str, ...]:
-    if server.context_length >= 2 * FIRST_REQUEST_TOKENS:
+def warnings(server: RunningServer, arguments: Sequence[str]) -> tuple[str, ...]:
+    if server.context_length >= AGENT_CONTEXT or "--tools" in arguments:
         return ()
     return (
         f"the server's context of {server.context_length} tokens is too short for Claude Code, whose first request "
-        f"takes about {FIRST_REQUEST_TOKENS}: serve a model with a longer one (ft serve --model DIR --context-length "
-        "N), or use fewer tools: ft launch claude -- --tools Bash,Read,Edit,Write",
+        f"takes about {FIRST_REQUEST_TOKENS}: serve a model with a longer one (ft serve --model DIR), or use fewer "
+        "tools: ft launch claude -- --tools Bash,Read,Edit,Write",
     )
 
 
@@ -96,7 +97,7 @@ def node_warning(program: str, environ: Mapping[str, str]) -> str | None:
 
 def check_installed(program: str, environ: Mapping[str, str]) -> None:
     """Raises LaunchError with the commands that install it."""
-    if shutil.which(program, path=environ.get("PATH")) is not None:
+    if installed(program, environ):
         return
     major = node_major(environ)
     node = "" if major is not None and major >= NODE_MAJOR else f"npm install -g node@{NODE_MAJOR} && "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from launchers.agents.common import (
     LaunchError,
     PlannedFile,
     cloud_variables,
+    installed,
     state_directory,
     without_proxy,
 )
@@ -164,5 +164,5 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_installed(program: str, environ: Mapping[str, str]) -> None:
     """Raises LaunchError with the command that installs it."""
-    if shutil.which(program, path=environ.get("PATH")) is None:
+    if not installed(program, environ):
         raise LaunchError(f"{program} is not installed. Install it (Node 16 or newer): npm install -g {PACKAGE}")

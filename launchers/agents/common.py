@@ -70,6 +70,15 @@ def cloud_variables(environ: Mapping[str, str], keep: Collection[str]) -> tuple[
     return tuple(sorted(name for name in found if name not in keep))
 
 
+def installed(program: str, environ: Mapping[str, str]) -> bool:
+    """Whether ``program`` can be run. Raises LaunchError for a path that cannot: installing anything would not help."""
+    if shutil.which(program, path=environ.get("PATH")) is not None:
+        return True
+    if "/" in program:
+        raise LaunchError(f"{program} is no program that can be run: name another with --program, or leave it out")
+    return False
+
+
 def without_proxy(environ: Mapping[str, str], server: RunningServer) -> dict[str, str]:
     """``NO_PROXY`` in both spellings, with the server's host added to what is there."""
     named = environ.get("NO_PROXY") or environ.get("no_proxy") or ""

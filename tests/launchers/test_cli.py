@@ -227,12 +227,31 @@ def test_claudes_own_state_is_kept(fake_server: FakeServer, home: Path, tmp_path
     assert done.returncode == 0 and state.read_text() == '{"theirs": 1}'
 
 
-@pytest.mark.parametrize("arguments", [("launch", "claude"), ("launch", "codex", "--dry-run"), ("ctl", "health")])
+@pytest.mark.parametrize("arguments", [("launch", "claude"), ("launch", "codex"), ("ctl", "health")])
 def test_no_server_names_ft_serve(arguments: tuple[str, ...], home: Path) -> None:
     done = ft(*arguments, "--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ") and "`ft serve`" in done.stderr
     assert not (home / ".local").exists()
+
+
+def test_a_dry_run_needs_no_server(home: Path) -> None:
+    done = ft("launch", "claude", "--dry-run", "--url", "http://127.0.0.1:1")
+    assert done.returncode == 0 and "CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072" in done.stdout
+    assert "no server answers" in done.stderr and not (home / ".local").exists()
+
+
+def test_what_belongs_to_the_agent_is_told_apart() -> None:
+    done = ft("launch", "claude", "-p", "hi")
+    assert done.returncode == 2 and done.stderr.endswith("go after --: ft launch claude -- -p hi\n")
+    done = ft("serve", "--modle", "x")
+    assert done.returncode == 2 and "usage: ft serve" in done.stderr and "--modle" in done.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -P -m launchers.cli --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 # -- commands of the engine -------------------------------------------------------------------------------------------

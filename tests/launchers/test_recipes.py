@@ -99,11 +99,13 @@ def test_claude_with_a_home_of_the_users_writes_nothing() -> None:
     assert launch.environment["CLAUDE_CONFIG_DIR"] == "/home/me/.claude"
 
 
-def test_claude_never_asks_for_more_output_than_half_the_context() -> None:
+def test_claude_leaves_most_of_a_small_context_to_the_prompt() -> None:
     small = claude.plan(RunningServer("http://127.0.0.1:1", "m", 8192), (), ENVIRON)
-    assert small.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "4096"
+    assert small.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2048"
     assert small.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
-    assert "too short for Claude Code" in small.warnings[0] and "--context-length" in small.warnings[0]
+    assert "too short for Claude Code" in small.warnings[0] and "ft serve --model" in small.warnings[0]
+    fewer = claude.plan(RunningServer("http://127.0.0.1:1", "m", 8192), ("--tools", "Bash"), ENVIRON)
+    assert fewer.warnings == ()
 
 
 def test_codex_files_environment_and_command() -> None:
