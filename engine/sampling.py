@@ -1,13 +1,15 @@
 """Drawing tokens. One row of logits at a time, in float64, so nothing depends on the batch.
 
 Order: penalties, bias, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position). Ties go to
-the lower token id.
+the lower token id. Whatever numbers a request brings, scores stay finite and at least one token can be drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,13 @@ Floats = NDArray[np.float64]
 
 _MASK = (1 << 64) - 1
 _FEW = 1024
+_LARGE = 1e30
+_SMALL = 1e-30
+"""No effect grows beyond these, and no float64 can overflow within them."""
+
+
+class ScoresError(Exception):
+    """The model's scores are no numbers, so nothing can be drawn from them."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -38,14 +47,18 @@ class Sampler:
     """The sampling state of one sequence: its parameters and what has been seen."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        self._sampling = sampling
+        self._sampling = sampling = _finite(sampling)
         self._sampled: Counter[int] = Counter()
         self.sampled = 0
         self._prompt = np.unique(np.asarray(prompt, np.int64)) if sampling.repetition_penalty != 1.0 else None
 
     def next(self, logits: Logits, position: int) -> tuple[int, TokenLogprob | None]:
-        """The token at ``position`` (tokens before it), and its log probability under the model if asked for."""
+        """The token at ``position`` (tokens before it), and its log probability under the model if asked for.
+
+        Raises ScoresError."""
         sampling = self._sampling
+        if not np.isfinite(logits.max()):
+            raise ScoresError(f"the scores at position {position} are not finite")
         token = self._draw(logits, position) if sampling.forced is None else sampling.forced[self.sampled]
         self._sampled[token] += 1
         self.sampled += 1
@@ -58,7 +71,7 @@ class Sampler:
         scores = self._adjust(logits.astype(np.float64))
         if sampling.temperature <= 0.0:
             return int(np.argmax(scores))
-        ids, probabilities = candidates(scores / sampling.temperature, sampling)
+        ids, probabilities = candidates(scores / max(sampling.temperature, _SMALL), sampling)
         cumulative = np.cumsum(probabilities)
         at = int(np.searchsorted(cumulative, uniform(sampling.seed, position) * cumulative[-1], side="right"))
         return int(ids[min(at, len(ids) - 1)])
@@ -90,11 +103,32 @@ def candidates(scores: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], F
     kept = probabilities[ids]
     if sampling.top_p < 1.0:
         before = np.cumsum(kept) - kept
-        ids = ids[before < sampling.top_p * kept.sum()] if sampling.top_k else ids[before < sampling.top_p]
+        within = before < (sampling.top_p * kept.sum() if sampling.top_k else sampling.top_p)
+        within[0] = True
+        ids = ids[within]
         kept = probabilities[ids]
     if sampling.min_p > 0.0:
         ids = ids[kept >= sampling.min_p * kept[0]]
     return ids, probabilities[ids]
+
+
+def _finite(sampling: Sampling) -> Sampling:
+    """The same wishes, within what float64 can carry out."""
+    return replace(
+        sampling,
+        temperature=_within(sampling.temperature, 0.0, _LARGE, 1.0),
+        top_k=max(0, sampling.top_k),
+        top_p=_within(sampling.top_p, 0.0, 1.0, 1.0),
+        min_p=_within(sampling.min_p, 0.0, 1.0, 0.0),
+        presence_penalty=_within(sampling.presence_penalty, -_LARGE, _LARGE, 0.0),
+        frequency_penalty=_within(sampling.frequency_penalty, -_LARGE, _LARGE, 0.0),
+        repetition_penalty=_within(sampling.repetition_penalty, _SMALL, _LARGE, 1.0),
+        logit_bias=tuple((token, _within(bias, -_LARGE, _LARGE, 0.0)) for token, bias in sampling.logit_bias),
+    )
+
+
+def _within(value: float, low: float, high: float, off: float) -> float:
+    return off if math.isnan(value) else min(max(value, low), high)
 
 
 def _top(probabilities: Floats, count: int, mass: float) -> NDArray[np.int64]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_support import prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.api import Sampling
-from engine.sampling import Sampler, candidates, uniform
+from engine.sampling import Sampler, ScoresError, candidates, uniform
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 2, 50).astype(np.float32)
@@ -115,3 +118,37 @@ def test_logprobs_are_those_of_the_model() -> None:
 def test_more_alternatives_than_tokens() -> None:
     _, logprob = Sampler(Sampling(max_tokens=1, logprobs=99), prompt(1, 3, 4)).next(LOGITS[:4], 0)
     assert logprob is not None and len(logprob.top) == 4
+
+
+NUMBERS = st.sampled_from(
+    [0.0, 5e-324, 1e-320, 1e-308, 1e-30, 1e-7, 0.5, 1.0, 2.0, 1e30, 1.7e308, -1.0, -1e308, np.inf, -np.inf, np.nan]
+)
+ROWS = st.sampled_from(
+    [LOGITS, LOGITS * np.float32(1e36), np.zeros(50, np.float32), np.where(LOGITS > 0, LOGITS, -np.inf)]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), ROWS, st.integers(-3, 2**70))
+def test_no_numbers_whatever_leave_nothing_to_draw(data: Any, row: Any, top_k: int) -> None:
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    options: dict[str, Any] = {name: data.draw(NUMBERS, name) for name in names}
+    options |= {"top_k": data.draw(st.sampled_from([0, 1, 5, top_k]))}
+    options |= {"logit_bias": tuple((token % 4, data.draw(NUMBERS)) for token in range(data.draw(st.integers(0, 8))))}
+    sampler = Sampler(Sampling(max_tokens=4, logprobs=2, **options), [1, 2, 3, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an overflow is a warning of numpy's
+        for position in range(4):
+            assert 0 <= sampler.next(row.astype(np.float32), position)[0] < 50
+
+
+def test_the_coldest_temperatures_are_greedy() -> None:
+    for temperature in (1e-7, 1e-300, 1e-320, 5e-324):
+        assert draw(LOGITS, temperature=temperature, seed=5) == int(LOGITS.argmax())
+        assert draw(LOGITS, temperature=temperature, top_k=5, top_p=1e-320) == int(LOGITS.argmax())
+
+
+@pytest.mark.parametrize("row", [np.full(50, np.nan), np.full(50, np.inf), np.full(50, -np.inf)])
+def test_scores_that_are_no_numbers_are_an_error(row: Any) -> None:
+    with pytest.raises(ScoresError):
+        draw(row)
