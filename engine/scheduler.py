@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections import Counter, deque
@@ -14,6 +15,7 @@ from engine.api import (
     Admitted,
     Done,
     EngineConfig,
+    ErrorKind,
     Failed,
     FinishReason,
     ModelInfo,
@@ -31,6 +33,8 @@ from engine.models.model import Progress
 from engine.runner import Rows
 from engine.sampling import Logits
 from engine.sequence import BRANCH, TIP, Sequence
+
+_log = logging.getLogger(__name__)
 
 Observer = Callable[[str, int, Logits], None]
 """Told (request id, position, logits [vocab]) of every token before it is sampled."""
@@ -133,22 +137,25 @@ class Scheduler:
             plan = self.memory.plan(sequence.tokens, request.namespace)
             if self._shared_by_another(sequence, plan.position):
                 continue
-            if not self.memory.fits(plan, sequence.pages_needed(), side=request.side):
+            fits = self.memory.fits(plan, sequence.pages_needed(), side=request.side)
+            if not fits:
                 if self._running and request.side:
                     continue
                 if self._running:
                     return
-                self._waiting.remove(sequence)
-                self._fail(sequence, "no room for a side request without evicting others")
-                continue
+                if not self.memory.fits(plan, sequence.pages_needed(), side=False):
+                    self._waiting.remove(sequence)
+                    self._fail(sequence, "attention pages ran out; raise kv_bytes")
+                    continue
             self._waiting.remove(sequence)
-            sequence.lease = self.memory.open(plan, request.session, side=request.side)
+            sequence.lease = self.memory.open(plan, request.session, side=request.side, last_resort=not fits)
             sequence.fed = plan.position
             sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
-            self.memory.unpin(sequence.lease)
+            self.memory.unpin(sequence.lease, sequence.tokens)
             for anchor in request.anchors:
                 wanted = Want(anchor.kind, anchor.priority, anchor.pinned)
-                self.memory.renew(sequence.lease, anchor.position // self._grid * self._grid, wanted)
+                position = anchor.position // self._grid * self._grid
+                self.memory.renew(sequence.lease, sequence.tokens, position, wanted)
             self._running.append(sequence)
             self._running.sort(key=lambda one: one.order)
             if sequence.reuse is None:
@@ -233,6 +240,8 @@ class Scheduler:
             victim = sequence if sequence.request.side else self._running[-1]
             if len(self._running) > 1:
                 self._preempt(victim)
+            elif sequence.request.side and not _leased(sequence).last_resort:
+                _leased(sequence).last_resort = True
             elif len(sequence.tokens) > sequence.prompt:
                 self._finish(sequence, "length")
             else:
@@ -262,7 +271,12 @@ class Scheduler:
         if sequence.limit == 0 or request.sampling.forced == ():
             self._finish(sequence, "length" if sequence.limit == 0 else "stop")
             return
-        token, logprob = sequence.sampler.next(logits, position)
+        try:
+            token, logprob = sequence.sampler.next(logits, position)
+        except Exception as error:  # noqa: BLE001 - it touched this sequence's sampler only; the others can go on
+            _log.exception("request %s: sampling failed", request.id)
+            self._fail(sequence, f"sampling failed: {error!r}", "internal")
+            return
         sequence.tokens.append(token)
         logprobs: tuple[TokenLogprob, ...] = () if logprob is None else (logprob,)
         self._outbox.append(Tokens(request.id, (token,), logprobs))
@@ -321,10 +335,10 @@ class Scheduler:
         times = (sequence.prefill_seconds, sequence.decode_seconds)
         self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
+    def _fail(self, sequence: Sequence, message: str, kind: ErrorKind = "overloaded") -> None:
         self._release(sequence)
         self._counts["failed"] += 1
-        self._outbox.append(Failed(sequence.request.id, "overloaded", message))
+        self._outbox.append(Failed(sequence.request.id, kind, message))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue's head; its pages and state stay cached as far as memory allows."""

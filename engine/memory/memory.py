@@ -30,7 +30,8 @@ class Mover(Protocol):
 @dataclass(eq=False, slots=True)
 class Lease:
     """What a running sequence has: ``table`` of physical pages, ``nodes`` of the leading full ones that are cached
-    (``sealed`` False: no more can be), and the live state ``slot``."""
+    (``sealed`` False: no more can be), and the live state ``slot``. ``last_resort``: a side request that cannot run at
+    all unless it evicts what others left."""
 
     root: bytes
     session: str
@@ -39,6 +40,7 @@ class Lease:
     table: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = True
+    last_resort: bool = False
 
 
 class Memory:
@@ -52,9 +54,10 @@ class Memory:
         self.reserve = pages // 8
         self.pool = PagePool(pages)
         self.index = PageIndex(self.pool, recurrent, lambda one: self.checkpoints.remove(one))
-        self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, _detach)
+        self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, self.index.detach)
         self.history = History(HISTORY)
         self.free_live = list(range(live, ZERO_SLOT, -1))
+        self._evicted_for_side = 0
         self._mover = mover
         self._fingerprint = fingerprint
 
@@ -74,12 +77,13 @@ class Memory:
             return self.pool.free >= needed or self.pool.free + self.index.side_pages() - borrowed >= needed
         return self.pool.total - self.pool.held_pages - sum(not self.pool.held(node.page) for node in nodes) >= needed
 
-    def open(self, plan: Plan, session: str, *, side: bool) -> Lease:
-        """Take what a plan needs, restored and ready to go on at ``plan.position``; ``fits`` said yes."""
+    def open(self, plan: Plan, session: str, *, side: bool, last_resort: bool = False) -> Lease:
+        """Take what a plan needs, restored and ready to go on at ``plan.position``; ``fits`` said yes, with ``side``
+        False for a last resort."""
         self.index.clock += 1
         if not side:
             self.checkpoints.touch(session)
-        lease = Lease(plan.root, session, side, self.free_live.pop())
+        lease = Lease(plan.root, session, side, self.free_live.pop(), last_resort=last_resort)
         for node in plan.pages:
             self.pool.hold(node.page)
             self.index.touch(node, side)
@@ -102,7 +106,7 @@ class Memory:
         """Have pages for ``tokens`` tokens, evicting what is cached as far as this request may."""
         while len(lease.table) * PAGE < tokens:
             if lease.side:
-                if self.pool.free == 0 and not self.index.evict(side=True):
+                if self.pool.free == 0 and not (self.index.evict(side=True) or self._evict_for_side(lease)):
                     return False
             else:
                 while self.pool.free <= self.reserve and self.index.evict(side=False):
@@ -111,6 +115,12 @@ class Memory:
                     return False
             lease.table.append(self.pool.take())
         return True
+
+    def _evict_for_side(self, lease: Lease) -> bool:
+        """What is pinned, or where a turn ended, goes last, and the oldest first."""
+        evicted = lease.last_resort and self.index.evict(side=False)
+        self._evicted_for_side += evicted
+        return evicted
 
     def advance(self, lease: Lease, tokens: Sequence[int], fed: int) -> None:
         """Cache the pages that the first ``fed`` tokens have filled. Where one is cached already, its twin is used:
@@ -143,37 +153,33 @@ class Memory:
         if node is None:
             self.give_back(slot)
             return False
-        offset = (position - 1) % PAGE + 1
-        checkpoint = node.checkpoints.get(offset)
+        checkpoint = self._checkpoint_at(lease, tokens, position)
         if checkpoint is None:
             checkpoint = Checkpoint(position, slot, want, lease.session, lease.side, self.index.clock, node)
-            node.checkpoints[offset] = checkpoint
+            self.index.attach(checkpoint)
         else:
             self.give_back(slot)
             self._renew(checkpoint, lease, want)
 
         def behind(old: Checkpoint) -> bool:
-            page = (old.position - 1) // PAGE
-            on_path = old.node is node or (page < len(lease.nodes) and lease.nodes[page] is old.node)
-            return on_path and old.position < position
+            return old.position < position and self._checkpoint_at(lease, tokens, old.position) is old
 
         self.checkpoints.add(checkpoint, behind)
         return True
 
-    def unpin(self, lease: Lease) -> None:
+    def unpin(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Release this session's pins on the way of a prompt; its request then says which still hold."""
-        for node in () if lease.side else lease.nodes:
-            for one in node.checkpoints.values():
+        for at in range(0 if lease.side else len(lease.nodes) + 1):
+            page = encode(tokens[PAGE * at : PAGE * (at + 1)])
+            for one in self.index.checkpoints(self._parent(lease, at), page):
                 if one.want.pinned and one.session == lease.session:
                     one.want = Want(one.want.kind, one.want.priority, tip=one.want.tip)
 
-    def renew(self, lease: Lease, position: int, want: Want) -> None:
-        """A checkpoint on this sequence's cached pages is wanted once more, if there is one."""
-        at = (position - 1) // PAGE
-        if 0 <= at < len(lease.nodes):
-            checkpoint = lease.nodes[at].checkpoints.get((position - 1) % PAGE + 1)
-            if checkpoint is not None:
-                self._renew(checkpoint, lease, want)
+    def renew(self, lease: Lease, tokens: Sequence[int], position: int, want: Want) -> None:
+        """A checkpoint on the way of this sequence is wanted once more, if there is one."""
+        checkpoint = self._checkpoint_at(lease, tokens, position)
+        if checkpoint is not None:
+            self._renew(checkpoint, lease, want)
 
     def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want) -> bool:
         """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept."""
@@ -205,6 +211,7 @@ class Memory:
             "pages_held": self.pool.held_pages,
             "pages_cached": self.index.pages,
             "pages_evicted": self.index.evicted,
+            "pages_evicted_for_side": self._evicted_for_side,
             "checkpoints_total": self.checkpoints.total,
             "checkpoints_kept": len(self.checkpoints.all),
             "checkpoints_evicted": self.checkpoints.evicted,
@@ -212,6 +219,13 @@ class Memory:
 
     def _parent(self, lease: Lease, at: int) -> Node:
         return lease.nodes[at - 1] if at else self.index.root(lease.root)
+
+    def _checkpoint_at(self, lease: Lease, tokens: Sequence[int], position: int) -> Checkpoint | None:
+        """The checkpoint after ``position`` of these tokens, whichever branch left it."""
+        at = (position - 1) // PAGE
+        if not 0 <= at <= len(lease.nodes):
+            return None
+        return self._parent(lease, at).tails.get(encode(tokens[PAGE * at : position]))
 
     def _node_at(self, lease: Lease, tokens: Sequence[int], position: int) -> Node | None:
         """The cached page that holds token ``position - 1``; the open page is cached as far as ``position``."""
@@ -250,10 +264,3 @@ class Memory:
         pinned, tip = old.pinned or want.pinned, old.tip or want.tip
         stronger = want if want.priority >= old.priority else old
         checkpoint.want = Want(stronger.kind, stronger.priority, pinned, tip)
-
-
-def _detach(checkpoint: Checkpoint) -> None:
-    """Take an evicted checkpoint off its page."""
-    for offset, one in list(checkpoint.node.checkpoints.items()):
-        if one is checkpoint:
-            del checkpoint.node.checkpoints[offset]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_support import ARCHITECTURES, GREEDY, Anchor, Bench, Sampling, pending_slots, prompt, replace
 
 from engine.api import Admitted, Done, Tokens
+from engine.sampling import Logits, Sampler
 
 LONG = replace(GREEDY, max_tokens=60)
 
@@ -162,14 +164,57 @@ def test_side_requests_read_the_cache_and_never_evict(tiny: Callable[..., Path],
     assert again.reuse.replayed == 0 and again.reuse.resumed == 1507
 
 
-def test_a_side_request_without_room_is_refused_not_served_at_others_cost(tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_side_request_larger_than_its_reserve_runs_at_the_oldest_sessions_cost(
+    tiny: Callable[..., Path], arch: str
+) -> None:
+    directory = tiny(arch)
+    bench = Bench(directory, kv_bytes=40 * page_bytes(directory))
+    old = prompt(1, 900)
+    bench.ask(old, session="old")
+    recent = prompt(2, 1100)
+    recent += bench.ask(recent, session="recent").tokens
+    outcome = bench.ask(prompt(3, 700), replace(GREEDY, max_tokens=40), side=True)
+    assert outcome.done is not None and len(outcome.tokens) == 40
+    assert bench.stats()["pages_evicted_for_side"] > 0
+    bench.check()
+    assert bench.ask(recent + prompt(4, 5), session="recent").reuse.replayed == 0
+
+
+def test_a_side_request_waits_rather_than_evict_and_is_cut_only_by_its_own_limit(tiny: Callable[..., Path]) -> None:
     directory = tiny("qwen3_moe")
     bench = Bench(directory, kv_bytes=24 * page_bytes(directory))
     bench.ask(prompt(1, 22 * 64 - 10))
-    evicted = bench.stats()["pages_evicted"]
-    failed = bench.ask(prompt(2, 1000), side=True).failed
-    assert failed is not None and failed.kind == "overloaded"
-    assert bench.stats()["pages_evicted"] == evicted
+    main = bench.submit(prompt(1, 22 * 64 - 10), replace(GREEDY, max_tokens=20))
+    bench.run(lambda: bool(bench.outcomes[main].tokens))
+    side = bench.submit(prompt(2, 1000), LONG, side=True)
+    bench.step()
+    assert bench.outcomes[side].admitted is None
+    bench.run()
+    assert len(bench.outcomes[main].tokens) == 20 and len(bench.outcomes[side].tokens) == 60
+    small = bench.ask(prompt(3, 150), replace(GREEDY, max_tokens=300), side=True)  # its prompt fits the reserve
+    assert len(small.tokens) == 300
+    bench.check()
+
+
+def test_a_sequence_that_cannot_be_sampled_fails_alone(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tiny("qwen3_5_moe"))
+    fine, broken = bench.submit(prompt(1, 50)), bench.submit(prompt(2, 50), replace(GREEDY, seed=13))
+    draw = Sampler.next
+
+    def failing(sampler: Sampler, logits: Logits, position: int) -> Any:
+        if sampler._sampling.seed == 13 and position == 53:
+            raise IndexError("nothing to draw from")
+        return draw(sampler, logits, position)
+
+    monkeypatch.setattr(Sampler, "next", failing)
+    bench.run()
+    failed = bench.outcomes[broken].failed
+    assert failed is not None and failed.kind == "internal" and len(bench.outcomes[broken].tokens) == 3
+    assert bench.outcomes[fine].done is not None and len(bench.outcomes[fine].tokens) == 8
+    assert bench.stats()["failed"] == 1
     bench.check()
 
 
