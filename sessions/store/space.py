@@ -12,7 +12,7 @@ from sessions.store.disk import Disk, record, used_record
 from sessions.store.format import Place
 from sessions.store.index import Changes
 from sessions.store.mirror import Entry
-from sessions.store.retention import victims, weigh
+from sessions.store.retention import Budget, Level, victims, weigh
 from sessions.store.segments import NoRoom, Segment
 
 _log = logging.getLogger(__name__)
@@ -35,11 +35,12 @@ _INDEX_GROWTH = 64 << 20
 class Space:
     """Whatever writes raises OSError and lmdb.Error."""
 
-    def __init__(self, core: Core, disk: Disk) -> None:
+    def __init__(self, core: Core, disk: Disk, budget: Budget) -> None:
         self.moved = 0
         """Bytes copied by garbage collection."""
         self._core = core
         self._disk = disk
+        self._budget = budget
         self._config = core.config
 
     def room(self, count: int) -> bool:
@@ -83,7 +84,8 @@ class Space:
         if self._drop_dead():
             return True
         victim = gc.worst(self._closed())
-        return victim is not None and self.compact(victim)
+        affordable = self._budget.level(self._config.clock()) is not Level.RED
+        return victim is not None and affordable and self.compact(victim)
 
     def bury(self) -> None:
         """Take dead extents off the index."""
@@ -118,6 +120,7 @@ class Space:
                     self._disk.segments.release(copy, copied.length)
                 return False
             self.moved += entry.length
+            self._budget.write(entry.length, self._config.clock())
             moved.append((entry, new))
             changes.gone.add(place)
             changes.extents[new] = record(entry)

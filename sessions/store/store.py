@@ -173,20 +173,20 @@ class Store:
                 self._core.drop(known, "demoted")
             self._core.trim()
 
-    def read(self, ref: Entry, into: Buffers) -> Reading:
+    def read(self, ref: object, into: Buffers) -> Reading:
         """Fill one buffer per component, in the background. Raises ValueError for buffers of another size."""
-        return self._reader.read(ref, into)
+        return self._reader.read(_entry(ref), into)
 
-    def hold(self, refs: Iterable[Entry]) -> None:
+    def hold(self, refs: Iterable[object]) -> None:
         """Keep these until they are released as often."""
         with self._core.changed:
             for ref in refs:
-                ref.holds += 1
+                _entry(ref).holds += 1
 
-    def release(self, refs: Iterable[Entry]) -> None:
+    def release(self, refs: Iterable[object]) -> None:
         with self._core.changed:
             for ref in refs:
-                ref.holds -= 1
+                _entry(ref).holds -= 1
 
     def tick(self, now: float) -> None:
         """Nothing to do between steps: the writer has its own clock."""
@@ -304,6 +304,13 @@ class Store:
             if victim is None:
                 return
             self._core.drop(states.pop(victim), "thinned")
+
+
+def _entry(ref: object) -> Entry:
+    """Refs come back from callers that know them only by their attributes."""
+    if not isinstance(ref, Entry):
+        raise TypeError(f"not a ref of this store: {ref!r}")
+    return ref
 
 
 def _fitting(config: StoreConfig) -> StoreConfig:

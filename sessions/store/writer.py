@@ -37,7 +37,6 @@ class Writer:
     """Started at once; ``close`` ends it."""
 
     def __init__(self, core: Core, disk: Disk) -> None:
-        self.space = Space(core, disk)
         self.commits = 0
         self.dead = False
         """The thread has ended by an error of ours; the store goes on without writing."""
@@ -46,6 +45,7 @@ class Writer:
         now = core.config.clock()
         filled, at = disk.budget() or (0.0, now)
         self.budget = Budget(core.config.daily_write_bytes, min(at, now), filled)
+        self.space = Space(core, disk, self.budget)
         self._asked = 0
         self._answered = 0
         self._failed = 0

@@ -363,6 +363,46 @@ def test_an_unclean_end_is_repaired(tmp_path: Path) -> None:
     store.close()
 
 
+class OrderedFiles(FaultyFiles):
+    """Notes whether something not yet durable was there when the index was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: set[int] = set()
+        self.commits: list[bool] = []
+
+    def write(self, descriptor: int, parts: object, offset: int) -> None:
+        self.pending.add(descriptor)
+        super().write(descriptor, parts, offset)
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self.pending.discard(descriptor)
+
+    def point(self, name: str) -> None:
+        if name == "index.commit":
+            self.commits.append(not self.pending)
+
+
+def test_payload_is_durable_before_the_index_says_so(tmp_path: Path) -> None:
+    files = OrderedFiles()
+    store = open_store(settings(tmp_path), files=files)
+    for page in chain("long", 60):
+        page.put(store)
+        if page.position % 640 == 0:
+            assert store.flush(10.0)
+    fill(store)
+    store.close()
+    assert len(files.commits) >= 8 and all(files.commits)
+
+
+def test_refs_of_others_are_refused(tmp_path: Path) -> None:
+    store = open_store(settings(tmp_path))
+    with pytest.raises(TypeError):
+        store.hold(["a page"])
+    store.close()
+
+
 def test_the_root_key_is_no_page(tmp_path: Path) -> None:
     store = open_store(settings(tmp_path))
     assert store.page(ROOT, ROOT, b"") is None and store.states(ROOT, b"") == [] and store.partial(ROOT, b"") == []
