@@ -1,7 +1,11 @@
 """The journal of one session: which tokens each assistant turn was sampled as.
 
 A turn that the client sends back is found by a normalised tool-call id, by the ticket we gave out with its thinking,
-or by (the turn before it, its text). It is taken for the sampled one only when it still means the same (see ``echo``).
+or by its link: a hash chain over the keys of all turns up to it, so that the same words after the same words are told
+apart by what came before them. It is taken for the sampled one only when it still means the same (see ``echo``).
+
+Whoever is found goes on with the link it was recorded with, whatever has become of the turns before it: an edit costs
+answers without calls or tickets their tokens only until the next answer that has them.
 """
 
 from __future__ import annotations
@@ -18,23 +22,30 @@ from sessions.echo import Schemas, same_turn
 
 Verdict = Literal["exact", "edited", "unknown"]
 
+NAMESAKES = 8
+"""Answers that one name can find at most, the latest: equal answers to the same turns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A turn as it is to be rendered, its digest, and whether it is one that was sampled."""
+    """A turn as it is to be rendered, its digest, its link, and whether it is one that was sampled."""
 
     turn: Turn
     digest: TurnDigest
+    link: bytes
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    """``ids`` are packed; ``branch`` is the one it was recorded on; ``names`` ends with the link."""
+
     blocks: tuple[Block, ...]
     digest: TurnDigest
     ids: bytes
     thinking_end: int
     thinking_rest: str
+    branch: str
     names: tuple[bytes, ...]
 
 
@@ -45,45 +56,57 @@ class Journal:
         self.tokens = 0
         self._max_tokens = max_tokens
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._by_name: dict[bytes, int] = {}
+        self._by_name: dict[bytes, tuple[int, ...]] = {}
         self._next = 0
 
-    def record(self, blocks: Sequence[Block], sampled: Sampled, previous: bytes) -> None:
-        """``previous`` is the key of the turn that this one answered, empty if there was none."""
+    def record(self, blocks: Sequence[Block], sampled: Sampled, before: bytes, branch: str) -> None:
+        """``before`` is the link of the turns that this one answered, on the branch of that name."""
         turn = Turn("assistant", tuple(blocks))
         described = turn_digest(turn)
-        names = (*_own_names(turn), _text_name(described.key, previous))
+        names = (*_own_names(turn), next_link(before, described.key))
         number, self._next = self._next, self._next + 1
         packed = pack(sampled.ids)
-        entry = _Entry(turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, names)
+        entry = _Entry(turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, branch, names)
         self._entries[number] = entry
-        self._by_name.update(dict.fromkeys(names, number))
+        for name in set(names):
+            self._by_name[name] = (*self._by_name.get(name, ()), number)[-NAMESAKES:]
         self.tokens += len(sampled.ids)
         while self.tokens > self._max_tokens:
             self._drop(next(iter(self._entries)))
 
-    def restore(self, turn: Turn, previous: bytes, schemas: Schemas) -> Restored:
-        """The turn with its exact tokens and its own thinking, if it is an echo of a sampled one; else as it came."""
-        numbers = {self._by_name[name] for name in _own_names(turn) if name in self._by_name}
-        if not numbers:
-            number = self._by_name.get(_text_name(answer_key(turn), previous))
-            if number is None:
-                return Restored(turn, turn_digest(turn), "unknown")
-            numbers = {number}
-        number = min(numbers)
-        entry = self._entries[number]
-        if len(numbers) > 1 or not same_turn(entry.blocks, turn.blocks, schemas):
-            return Restored(turn, turn_digest(turn), "edited")
-        self._entries.move_to_end(number)
-        sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest)
-        return Restored(Turn("assistant", _with_ids_of(entry.blocks, turn), sampled), entry.digest, "exact")
+    def restore(self, turn: Turn, before: bytes, branch: str, schemas: Schemas) -> Restored:
+        """The turn with its exact tokens and its own thinking, if it is an echo of a sampled one; else as it came.
+        Among equal answers to the same turns, the thinking that came back decides, then the branch, then the time."""
+        link = next_link(before, answer_key(turn))
+        named = [self._by_name[name] for name in _own_names(turn) if name in self._by_name]
+        named = named or [self._by_name.get(link, ())]
+        if not any(named):
+            return Restored(turn, turn_digest(turn), link, "unknown")
+        numbers = set(named[0]).intersection(*named)
+        for number in sorted(numbers, key=lambda n: (self._entries[n].branch == branch, n), reverse=True):
+            entry = self._entries[number]
+            if same_turn(entry.blocks, turn.blocks, schemas):
+                self._entries.move_to_end(number)
+                sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest)
+                exact = Turn("assistant", _with_ids_of(entry.blocks, turn), sampled)
+                return Restored(exact, entry.digest, entry.names[-1], "exact")
+        return Restored(turn, turn_digest(turn), link, "edited")
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)
         self.tokens -= len(entry.ids) // 4
         for name in entry.names:
-            if self._by_name.get(name) == number:
-                del self._by_name[name]
+            left = tuple(other for other in self._by_name.get(name, ()) if other != number)
+            if left:
+                self._by_name[name] = left
+            else:
+                self._by_name.pop(name, None)
+
+
+def next_link(before: bytes, key: bytes) -> bytes:
+    """The link of the turns with the link ``before`` (empty if there are none) and of one more with that key. System
+    turns are left out of it: clients move and re-word them."""
+    return digest("link", before, key)
 
 
 def sampled_turn(ids: Sequence[int], blocks: Sequence[Block], boundaries: Sequence[Boundary]) -> Sampled:
@@ -105,10 +128,6 @@ def _own_names(turn: Turn) -> tuple[bytes, ...]:
         if isinstance(block, Thinking) and block.ticket
     )
     return calls + tickets
-
-
-def _text_name(key: bytes, previous: bytes) -> bytes:
-    return digest("text", previous, key)
 
 
 def _with_ids_of(blocks: Sequence[Block], echo: Turn) -> tuple[Block, ...]:

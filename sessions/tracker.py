@@ -12,7 +12,7 @@ from parsers.load import Family
 from sessions.anchors import AnchorPoint, WatchPoint
 from sessions.causes import Cause
 from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
-from sessions.exact import Verdict
+from sessions.exact import Verdict, next_link
 from sessions.harness import (
     Harness,
     Identity,
@@ -123,8 +123,8 @@ class Sessions:
         if keep:
             branch.tools, branch.head = conversation.tools, head
             self._lineage.add(session, branch, keys)
-        restored = self._restore(session, conversation, turns, keep)
-        return Place(session, branch, harness, identity.kind, restored, tuple(turns), scope)
+        restored, link = self._restore(session, branch.name, conversation, turns, keep)
+        return Place(session, branch, harness, identity.kind, restored, tuple(turns), link, scope)
 
     def _find(
         self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes, keep: bool
@@ -166,20 +166,27 @@ class Sessions:
         return session.branches.get(name, Branch(name))
 
     def _restore(
-        self, session: Session, conversation: Conversation, turns: MutableSequence[TurnDigest], keep: bool
-    ) -> Conversation:
-        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``."""
+        self,
+        session: Session,
+        branch: str,
+        conversation: Conversation,
+        turns: MutableSequence[TurnDigest],
+        keep: bool,
+    ) -> tuple[Conversation, bytes]:
+        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``. With it comes
+        the link of all turns."""
         schemas = {tool.name: tool.parameters for tool in conversation.tools}
         restored: list[Turn] = []
-        previous = b""
+        link = b""
         for index, turn in enumerate(conversation.turns):
             if turn.role == "assistant":
-                found = session.journal.restore(turn, previous, schemas)
-                turn, turns[index] = found.turn, found.digest
+                found = session.journal.restore(turn, link, branch, schemas)
+                turn, turns[index], link = found.turn, found.digest, found.link
                 self._verdicts[found.verdict] += keep
+            elif turn.role != "system":
+                link = next_link(link, turns[index].key)
             restored.append(turn)
-            previous = turns[index].key
-        return replace(conversation, turns=tuple(restored))
+        return replace(conversation, turns=tuple(restored)), link
 
     def _remember(self, done: Finished) -> None:
         place, report = done.place, done.report
@@ -206,7 +213,7 @@ class Sessions:
         if not alive or place.kind == "side" or done.answered is None:
             return
         if done.sampled.ids:
-            session.journal.record(done.blocks, done.sampled, place.turns[-1].key if place.turns else b"")
+            session.journal.record(done.blocks, done.sampled, place.link, branch.name)
         branch.remember(done.answered)
         if place.scope:
             keys = chain(place.scope, branch.head, done.answered.turns[done.answered.head :])

@@ -39,8 +39,8 @@ class ReuseReport:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``scope`` its prefix index
-    (empty where the client names its threads)."""
+    """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
+    ``exact``), ``scope`` is its prefix index (empty where the client names its threads)."""
 
     session: Session
     branch: Branch
@@ -48,6 +48,7 @@ class Place:
     kind: Kind
     conversation: Conversation
     turns: tuple[TurnDigest, ...]
+    link: bytes
     scope: bytes
 
 
