@@ -3,13 +3,18 @@
 A node is one page after its parent's. Full pages have a key; a partial page has only its literal tokens. Siblings
 never contain one another: a page that continues a partial one takes its place. Nodes are evicted leaves first, so a
 cached page always has everything before it.
+
+A checkpoint needs a page that holds its last token. Of several siblings that do, any will: it lies on one of them,
+moves to another when that one goes, and is found by its tokens, whichever branch a prompt takes after it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from engine.api import PAGE
 from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
 from engine.memory.pages import PagePool
 from engine.memory.states import Checkpoint
@@ -18,7 +23,8 @@ from engine.memory.states import Checkpoint
 @dataclass(eq=False, slots=True)
 class Node:
     """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
-    ``checkpoints`` by how many tokens of this page they come after. ``side``: left by a side request."""
+    ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``: those on the pages after this
+    one, by their tokens there. ``children``: sorted by their tokens. ``side``: left by a side request."""
 
     parent: Node | None
     tokens: bytes
@@ -28,6 +34,7 @@ class Node:
     side: bool
     children: list[Node] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    tails: dict[bytes, Checkpoint] = field(default_factory=dict)
 
 
 class PageIndex:
@@ -65,28 +72,22 @@ class PageIndex:
             known = self._by_key.get(key)
             if known is not None and (known.parent is not parent or known.tokens != tokens):
                 return None
-        shorter: list[Node] = []
-        node: Node | None = None
-        for child in parent.children:
-            if child.tokens.startswith(tokens):
-                node = child
-            elif tokens.startswith(child.tokens):
-                shorter.append(child)
-        if node is None and shorter:
-            node = self._extend(shorter.pop(), tokens, page, key)
+        at = _place(parent, tokens)
+        shorter = parent.children[at - 1] if at else None
+        node = self.holding(parent, tokens)
+        if node is None and shorter is not None and tokens.startswith(shorter.tokens):
+            node = self._extend(shorter, tokens, page, key)
         if node is None:
             node = Node(parent, tokens, page, key, self.clock, side)
             self._pool.keep(page)
             self.pages += 1
-            parent.children.append(node)
+            parent.children.insert(at, node)
             if parent.parent is None and parent.key is not None:
                 self._roots[parent.key] = parent
             self._leaves.discard(parent)
             self._leaves.add(node)
             if key is not None:
                 self._by_key[key] = node
-        for child in shorter:
-            self._merge(child, node)
         self.touch(node, side)
         return node
 
@@ -94,11 +95,38 @@ class PageIndex:
         node.used = self.clock
         node.side = node.side and side
 
-    def reachable(self, parent: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
-        """Each page after ``parent`` that shares a start with ``tokens``, and how many tokens of it."""
-        for child in parent.children:
-            if shared := common_tokens(child.tokens, tokens):
-                yield child, shared
+    def holding(self, parent: Node, tokens: bytes) -> Node | None:
+        """A page after ``parent`` that starts with these tokens."""
+        at = _place(parent, tokens)
+        found = parent.children[at] if at < len(parent.children) else None
+        return found if found is not None and found.tokens.startswith(tokens) else None
+
+    def closest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
+        """The page after ``parent`` that shares the longest start with ``tokens``, and how many tokens of it."""
+        at = _place(parent, tokens)
+        best: tuple[Node | None, int] = None, 0
+        for child in parent.children[max(0, at - 1) : at + 1]:
+            shared = common_tokens(child.tokens, tokens)
+            if shared > best[1]:
+                best = child, shared
+        return best
+
+    def checkpoints(self, parent: Node, tokens: bytes) -> Iterator[Checkpoint]:
+        """Those on the way of a prompt that has ``tokens`` (a page at most) after ``parent``, deepest first."""
+        for size in range(len(tokens) if parent.tails else 0, 0, -4):
+            checkpoint = parent.tails.get(tokens[:size])
+            if checkpoint is not None:
+                yield checkpoint
+
+    def attach(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint on its page."""
+        tails, tail, offset = _spot(checkpoint)
+        tails[tail] = checkpoint.node.checkpoints[offset] = checkpoint
+
+    def detach(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint off its page."""
+        tails, tail, offset = _spot(checkpoint)
+        del tails[tail], checkpoint.node.checkpoints[offset]
 
     def evict(self, *, side: bool) -> bool:
         """Give up the least valuable page that no sequence holds; ``side``: only what side requests left."""
@@ -114,13 +142,20 @@ class PageIndex:
         return True
 
     def remove(self, node: Node) -> None:
-        """Drop a leaf and the checkpoints on it."""
-        for checkpoint in node.checkpoints.values():
-            self._on_drop(checkpoint)
-        node.checkpoints.clear()
+        """Drop a leaf, and the checkpoints on it that no other page holds."""
+        on_it = list(node.checkpoints.items())
+        for _, checkpoint in on_it:
+            self.detach(checkpoint)
         if node.key is not None:
             self._by_key.pop(node.key)
-        self._unlink(node)
+        parent = self._unlink(node)
+        for offset, checkpoint in on_it:
+            other = self.holding(parent, node.tokens[: 4 * offset])
+            if other is None:
+                self._on_drop(checkpoint)
+            else:
+                checkpoint.node = other
+                self.attach(checkpoint)
 
     def side_pages(self) -> int:
         """Pages that a side request could have."""
@@ -151,27 +186,30 @@ class PageIndex:
             self._by_key[key] = node
         return node
 
-    def _merge(self, shorter: Node, node: Node) -> None:
-        """A partial page whose tokens ``node`` also has: only its checkpoints are worth keeping."""
-        for offset, checkpoint in list(shorter.checkpoints.items()):
-            if offset in node.checkpoints:
-                self._on_drop(checkpoint)
-            else:
-                node.checkpoints[offset] = checkpoint
-                checkpoint.node = node
-        shorter.checkpoints.clear()
-        self._unlink(shorter)
-
-    def _unlink(self, node: Node) -> None:
+    def _unlink(self, node: Node) -> Node:
         parent = node.parent
         assert parent is not None  # noqa: S101 - roots are never removed this way
-        parent.children.remove(node)
+        parent.children.pop(_place(parent, node.tokens))
         self._leaves.discard(node)
         self._pool.drop(node.page)
         self.pages -= 1
         if parent.children:
-            return
+            return parent
         if parent.parent is not None:
             self._leaves.add(parent)
         elif parent.key is not None:
             self._roots.pop(parent.key, None)
+        return parent
+
+
+def _place(parent: Node, tokens: bytes) -> int:
+    """Where a page with these tokens stands among its siblings. A page that starts with them stands there, one that
+    they start with stands before it: no sibling comes between, as it would contain that one."""
+    return bisect_left(parent.children, tokens, key=lambda child: child.tokens)
+
+
+def _spot(checkpoint: Checkpoint) -> tuple[dict[bytes, Checkpoint], bytes, int]:
+    """(the tails that list a checkpoint, its tokens there, how many)"""
+    node, offset = checkpoint.node, (checkpoint.position - 1) % PAGE + 1
+    assert node.parent is not None  # noqa: S101 - a root holds no token
+    return node.parent.tails, node.tokens[: 4 * offset], offset

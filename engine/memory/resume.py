@@ -34,7 +34,7 @@ def plan(index: PageIndex, history: History, root: bytes, tokens: bytes, *, recu
     """``tokens`` u32 little-endian. At least the last token is left to feed; it counts as new."""
     limit = len(tokens) // 4 - 1
     path: list[Node] = []
-    node = index.root(root)
+    node = first = index.root(root)
     while PAGE * (len(path) + 1) <= limit:
         found = index.find(node, tokens[PAGE_BYTES * len(path) : PAGE_BYTES * (len(path) + 1)])
         if found is None:
@@ -44,9 +44,10 @@ def plan(index: PageIndex, history: History, root: bytes, tokens: bytes, *, recu
     room = limit - PAGE * len(path)
     rest = tokens[PAGE_BYTES * len(path) : PAGE_BYTES * len(path) + 4 * min(PAGE, room)]
     if recurrent:
-        position, partial, checkpoint = _deepest_checkpoint(index, path, node, rest)
+        checkpoint = _deepest_checkpoint(index, [first, *path], tokens[: 4 * limit])
+        position, partial = (checkpoint.position, checkpoint.node) if checkpoint else (0, None)
     else:
-        partial, shared = max(index.reachable(node, rest), key=lambda one: one[1], default=(None, 0))
+        partial, shared = index.closest(node, rest)
         position, checkpoint = PAGE * len(path) + shared, None
     return Plan(
         root=root,
@@ -58,22 +59,12 @@ def plan(index: PageIndex, history: History, root: bytes, tokens: bytes, *, recu
     )
 
 
-def _deepest_checkpoint(
-    index: PageIndex, path: list[Node], node: Node, rest: bytes
-) -> tuple[int, Node | None, Checkpoint | None]:
-    """(position, the page it lies in, the checkpoint) of the last checkpoint on the way of a prompt."""
-    best: tuple[int, Node | None, Checkpoint | None] = (0, None, None)
-    for child, shared in index.reachable(node, rest):
-        for offset, checkpoint in child.checkpoints.items():
-            if offset <= shared and checkpoint.position > best[0]:
-                best = (checkpoint.position, child, checkpoint)
-    for page in reversed(path):
-        if best[2] is not None:
-            break
-        for checkpoint in page.checkpoints.values():
-            if checkpoint.position > best[0]:
-                best = (checkpoint.position, page, checkpoint)
-    return best
+def _deepest_checkpoint(index: PageIndex, path: list[Node], tokens: bytes) -> Checkpoint | None:
+    """The last checkpoint on the way of a prompt, which ``path`` (its root first) follows as far as it can."""
+    for at in range(len(path) - 1, -1, -1):
+        for checkpoint in index.checkpoints(path[at], tokens[PAGE_BYTES * at : PAGE_BYTES * (at + 1)]):
+            return checkpoint
+    return None
 
 
 def _reuse(history: History, root: bytes, tokens: bytes, position: int, *, recurrent: bool) -> Reuse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Checkpoints:
         if checkpoint.want.tip and not checkpoint.side:
             old = self._sessions.get(checkpoint.session)
             if old is not None and old in self.all and old is not checkpoint:
-                old.want = Want(old.want.kind, old.want.priority)
+                old.want = replace(old.want, tip=False)
                 old.superseded = supersedes(old)
             self._sessions[checkpoint.session] = checkpoint
             self.touch(checkpoint.session)

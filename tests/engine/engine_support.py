@@ -135,6 +135,11 @@ def check_memory(memory: Memory) -> None:
             assert one.node is node and (one.position - 1) % 64 + 1 == offset <= len(node.tokens) // 4
         siblings = [child.tokens for child in node.children]
         assert not any(a.startswith(b) for a in siblings for b in siblings if a is not b)
+        assert siblings == sorted(siblings)
+    for one in attached:
+        assert one.node.parent is not None
+        assert one.node.parent.tails[one.node.tokens[: 4 * ((one.position - 1) % 64 + 1)]] is one
+    assert sum(len(node.tails) for node in {node.parent for node in nodes if node.parent}) == len(attached)
 
 
 def pending_slots(memory: Memory) -> int:

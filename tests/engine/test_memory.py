@@ -8,6 +8,7 @@ import pytest
 from engine_support import check_memory, pending_slots, prompt
 
 from engine.memory.history import History
+from engine.memory.index import Node
 from engine.memory.keys import common_tokens, encode, page_key, root_key
 from engine.memory.memory import Lease, Memory
 from engine.memory.states import Want
@@ -37,6 +38,25 @@ class Bytes:
         assert self.slots[lease.slot] == tokens[:end]
 
 
+def deepest(memory: Memory, tokens: bytes) -> int:
+    """From where a prompt can go on, looking at all there is, one by one."""
+
+    def before(node: Node | None) -> bytes:
+        return before(node.parent) + node.tokens if node is not None else b""
+
+    limit = len(tokens) // 4 - 1
+    if not memory.recurrent:
+        return max((min(limit, common_tokens(before(node), tokens)) for node in memory.index.nodes()), default=0)
+    return max(
+        (
+            one.position
+            for one in memory.checkpoints.all
+            if one.position <= limit and tokens.startswith(before(one.node)[: 4 * one.position])
+        ),
+        default=0,
+    )
+
+
 @pytest.mark.parametrize("recurrent", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lives(recurrent: bool, seed: int) -> None:
@@ -56,6 +76,7 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
             side = rng.random() < 0.3
             plan = memory.plan(tokens, "")
             assert plan.reuse.resumed + plan.reuse.replayed + plan.reuse.new == len(tokens)
+            assert plan.position == deepest(memory, encode(tokens))
             if memory.fits(plan, len(tokens), side=side):
                 lease = memory.open(plan, rng.choice("abc"), side=side)
                 if not recurrent:
