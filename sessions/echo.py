@@ -18,6 +18,8 @@ from sessions.digest import normal_id
 Schemas = Mapping[str, Mapping[str, Any]]
 """Parameter schema by tool name."""
 
+WRAPPED_UNITS = 2048
+
 _NO_SCHEMA: Mapping[str, Any] = {}
 
 
@@ -41,12 +43,13 @@ def same_turn(sent: Sequence[Block], echo: Sequence[Block], schemas: Schemas) ->
 
 
 def same_text(sent: Iterable[str], echo: Iterable[str]) -> bool:
-    """Equal once blank blocks are dropped, blocks are merged, and each block or the whole is trimmed."""
-    ours = [text for text in sent if text.strip()]
-    theirs = [text for text in echo if text.strip()]
-    if "".join(ours).strip() == "".join(theirs).strip():
+    """Blank blocks may be gone, and either each block is trimmed or they are merged and the whole is trimmed: white
+    space between two words never vanishes with the border between two blocks."""
+    ours, theirs = list(sent), list(echo)
+    worded = [text for text in ours if text.strip()]
+    if [text.strip() for text in worded] == [text.strip() for text in theirs if text.strip()]:
         return True
-    return "".join(text.strip() for text in ours) == "".join(text.strip() for text in theirs)
+    return "".join(theirs).strip() in ("".join(ours).strip(), "".join(worded).strip())
 
 
 def same_call(sent: ToolCall, echo: ToolCall, schema: Mapping[str, Any]) -> bool:
@@ -86,18 +89,17 @@ def _refuse(name: str) -> Any:
 
 
 def _is_wrapped(sent: str, echo: Any) -> bool:
-    """Claude Code sends invalid JSON back as the first 2,048 UTF-16 units of the text, and its whole length."""
+    """Claude Code sends invalid JSON back as the first 2,048 UTF-16 units of the text, and its whole length. Half a
+    character at the cut may have become the replacement character."""
     match echo:
-        case {"__unparsedToolInput": {"raw": str(raw), "len": int(length)}} if len(echo) == 1:
-            return length == len(sent.encode("utf-16-le", "surrogatepass")) // 2 and _starts(sent, raw)
+        case {"__unparsedToolInput": {"raw": str(raw), "len": int(length), **more}} if len(echo) == 1 and not more:
+            units = sent.encode("utf-16-le", "surrogatepass")
+            start = units[: 2 * WRAPPED_UNITS]
+            spellings = (start.decode("utf-16-le", errors) for errors in ("surrogatepass", "replace"))
+            return not isinstance(length, bool) and length == len(units) // 2 and raw in spellings
         case {"__unparsedToolInput": str(raw)} if len(echo) == 1:
             return raw == sent
     return False
-
-
-def _starts(sent: str, raw: str) -> bool:
-    """A cut inside a surrogate pair leaves half a character at the end."""
-    return sent.startswith(raw) or (raw != "" and raw[-1] >= "\ud800" and sent.startswith(raw[:-1]))
 
 
 def _same(ours: Any, theirs: Any, schema: Mapping[str, Any]) -> bool:

@@ -169,6 +169,31 @@ def test_a_cut_inside_a_character_is_still_the_same_text() -> None:
     assert same_arguments(bad, json.dumps({"__unparsedToolInput": {"raw": raw, "len": 2050}}), {})
 
 
+@pytest.mark.parametrize("half", ["\ud834", "\ufffd"])
+def test_half_a_character_at_the_cut_may_be_replaced(half: str) -> None:
+    bad = "x" * 2047 + "𝄞{"
+    assert same_arguments(bad, json.dumps({"__unparsedToolInput": {"raw": "x" * 2047 + half, "len": 2050}}), {})
+    for raw in ("x" * 2046 + half, "x" * 2047 + half + half, "x" * 2047 + "\ud835", "x" * 2047):
+        assert not same_arguments(bad, json.dumps({"__unparsedToolInput": {"raw": raw, "len": 2050}}), {})
+
+
+@pytest.mark.parametrize(
+    ("bad", "wrapped"),
+    [
+        ('{"a": 1', {"raw": "", "len": 7}),
+        ('{"a": 1', {"raw": '{"a"', "len": 7}),
+        ("x" * 3000, {"raw": "x" * 2047, "len": 3000}),
+        ("x" * 3000, {"raw": "x" * 2049, "len": 3000}),
+        ("x" * 3000, {"raw": "x" * 3000, "len": 3000}),
+        ("[", {"raw": "[", "len": True}),
+        ("[", {"raw": "[", "len": 1.0}),
+        ("[", {"raw": "[", "len": 1, "more": 0}),
+    ],
+)
+def test_a_wrapping_has_exactly_the_start_and_the_length(bad: str, wrapped: Any) -> None:
+    assert not same_arguments(bad, json.dumps({"__unparsedToolInput": wrapped}), {})
+
+
 def test_what_is_no_wrapping_is_an_edit() -> None:
     for echo in (
         '{"a": null}',
@@ -184,7 +209,36 @@ def test_text_may_be_merged_trimmed_and_lose_blank_blocks(texts: list[str]) -> N
     assert same_text(texts, ["".join(text for text in texts if text.strip())])
     assert same_text(texts, [text.strip() for text in texts])
     assert same_text(texts, [text for text in texts if text.strip()])
+    assert same_text(texts, ["".join(texts)])
+    assert same_text(texts, ["".join(texts).strip()])
     assert not same_text(texts, [*texts, "c"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "echo"),
+    [
+        (["foo", " bar"], ["foobar"]),
+        (["foo ", "bar"], ["foobar"]),
+        (["foobar"], ["foo", " bar"]),
+        (["a\n", "\nb"], ["ab"]),
+        (["a", "\n", "b"], ["a b"]),
+        (["ab"], ["a", " ", "b"]),
+        (["a", " b", "c"], ["ab", "c"]),
+        (["a b"], ["ab"]),
+        (["a", "b"], ["b", "a"]),
+    ],
+)
+def test_white_space_between_blocks_does_not_vanish(sent: list[str], echo: list[str]) -> None:
+    assert not same_text(sent, echo)
+
+
+@given(st.lists(st.text(" \nab", max_size=4), max_size=4), st.lists(st.text(" \nab", max_size=4), max_size=4))
+def test_words_and_their_borders_are_the_same_in_every_accepted_text(sent: list[str], echo: list[str]) -> None:
+    """A border is white space, the border between two blocks, or none at all."""
+    if same_text(sent, echo):
+        worded = [text for text in sent if text.strip()]
+        spellings = ["".join(sent).split(), "".join(worded).split()]
+        assert "".join(echo).split() in spellings or " ".join(echo).split() == " ".join(sent).split()
 
 
 CALL = ToolCall("toolu_1", "Bash", '{"command": "ls"}')
