@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
-
-
-@dataclass(slots=True)
-class _After:
-    """What came after one page key: pages and part pages, and the ends of checkpoints as literal tokens."""
-
-    pages: set[bytes] = field(default_factory=set)
-    checkpoints: set[bytes] = field(default_factory=set)
-
-    def __len__(self) -> int:
-        return len(self.pages) + len(self.checkpoints)
 
 
 @dataclass(frozen=True)
@@ -27,56 +17,86 @@ class Known:
     checkpoints: tuple[int, ...]
 
 
+_Item = tuple[bytes, bytes, bool]
+"""(key before it, tokens, whether it is a checkpoint)"""
+
+
 class History:
     """``limit`` bounds the number of pages and checkpoints remembered; the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0
-        self._after: OrderedDict[bytes, _After] = OrderedDict()
+        self._pages: dict[bytes, list[bytes]] = {}
+        """Pages and part pages after a page key, sorted; none of them starts with another."""
+        self._checkpoints: dict[bytes, set[bytes]] = {}
+        """The tokens between a page key and a checkpoint."""
+        self._items: OrderedDict[_Item, None] = OrderedDict()
+        """All of them, by when they were last added or looked up."""
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def add_page(self, previous: bytes, tokens: bytes) -> None:
         """A page, or the computed part of one, after the page with key ``previous``."""
-        after = self._entry(previous)
-        before = len(after)
-        after.pages = {page for page in after.pages if not tokens.startswith(page)} if after.pages else after.pages
-        after.pages.add(tokens)
-        self._grew(len(after) - before)
+        pages = self._pages.setdefault(previous, [])
+        at = bisect_left(pages, tokens)
+        if at < len(pages) and pages[at].startswith(tokens):
+            self._touch((previous, pages[at], False))
+            return
+        if at and tokens.startswith(pages[at - 1]):
+            del self._items[previous, pages[at - 1], False]
+            pages[at - 1] = tokens
+        else:
+            pages.insert(at, tokens)
+        self._touch((previous, tokens, False))
 
     def add_checkpoint(self, previous: bytes, tail: bytes) -> None:
         """A checkpoint after ``tail`` (less than a page) after the page with key ``previous``."""
-        after = self._entry(previous)
-        before = len(after)
-        after.checkpoints.add(tail)
-        self._grew(len(after) - before)
+        self._checkpoints.setdefault(previous, set()).add(tail)
+        self._touch((previous, tail, True))
 
     def look_up(self, root: bytes, tokens: bytes) -> Known:
         """How far a prompt was computed before, and where checkpoints lay on the way."""
-        key, start, path = root, 0, list[bytes]()
+        key, start, known = root, 0, 0
+        seen: list[_Item] = []
         checkpoints: list[int] = []
-        known = 0
-        while (after := self._after.get(key)) is not None:
-            path.append(key)
+        while True:
             rest = tokens[start : start + PAGE_BYTES]
-            checkpoints += sorted((start + len(tail)) // 4 for tail in after.checkpoints if rest.startswith(tail))
-            if len(rest) == PAGE_BYTES and rest in after.pages:
-                start += PAGE_BYTES
-                known = start // 4
-                key = page_key(key, rest)
-                continue
-            known = start // 4 + max((common_tokens(page, rest) for page in after.pages), default=0)
-            break
-        for key in reversed(path):
-            self._after.move_to_end(key)
+            tails = self._checkpoints.get(key, set())
+            for size in range(0, min(len(rest) + 4, PAGE_BYTES) if tails else 0, 4):
+                if rest[:size] in tails:
+                    seen.append((key, rest[:size], True))
+                    checkpoints.append((start + size) // 4)
+            pages = self._pages.get(key, [])
+            at = bisect_left(pages, rest)
+            shared, page = max(
+                ((common_tokens(one, rest), one) for one in pages[max(0, at - 1) : at + 1]), default=(0, b"")
+            )
+            known = start // 4 + shared
+            if shared:
+                seen.append((key, page, False))
+            if 4 * shared < PAGE_BYTES:
+                break
+            start += PAGE_BYTES
+            key = page_key(key, rest)
+        for item in reversed(seen):
+            self._touch(item)
         return Known(known, tuple(one for one in checkpoints if one <= known))
 
-    def _entry(self, previous: bytes) -> _After:
-        after = self._after.setdefault(previous, _After())
-        self._after.move_to_end(previous)
-        return after
+    def _touch(self, item: _Item) -> None:
+        self._items[item] = None
+        self._items.move_to_end(item)
+        while len(self._items) > self._limit:
+            self._forget(*self._items.popitem(last=False)[0])
 
-    def _grew(self, count: int) -> None:
-        self._size += count
-        while self._size > self._limit and len(self._after) > 1:
-            _, oldest = self._after.popitem(last=False)
-            self._size -= len(oldest)
+    def _forget(self, previous: bytes, tokens: bytes, is_checkpoint: bool) -> None:
+        if is_checkpoint:
+            tails = self._checkpoints[previous]
+            tails.discard(tokens)
+            if not tails:
+                del self._checkpoints[previous]
+        else:
+            pages = self._pages[previous]
+            pages.pop(bisect_left(pages, tokens))
+            if not pages:
+                del self._pages[previous]

@@ -19,7 +19,7 @@ from engine.memory.resume import Plan
 from engine.memory.states import ZERO_SLOT, Checkpoint, Checkpoints, Want
 
 HISTORY = 1 << 16
-"""Pages and checkpoints remembered beyond their eviction; 64 Ki pages are 4 Mi tokens and about 30 MB."""
+"""Pages and checkpoints remembered beyond their eviction; 64 Ki pages are 4 Mi tokens and about 40 MB."""
 
 
 class Mover(Protocol):

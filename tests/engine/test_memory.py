@@ -159,6 +159,36 @@ def test_history_knows_what_was_computed_and_forgets_the_oldest() -> None:
     assert history.look_up(root, encode(tokens)).tokens < 196
 
 
+def test_history_holds_no_more_than_its_limit_however_flat_it_is() -> None:
+    """Many short prompts under one key, and chains that all leave one page: each page counts."""
+    history, root = History(limit=50), root_key("f", "")
+    for seed in range(200):
+        tokens = encode(prompt(seed, 30))
+        history.add_page(root, tokens)
+        history.add_checkpoint(root, tokens[:80])
+        assert history.look_up(root, tokens + encode([1])).tokens == 30
+    assert len(history) == 50
+    assert history.look_up(root, encode(prompt(199, 40))).checkpoints == (20,)
+    assert history.look_up(root, encode(prompt(0, 40))).tokens == 0
+
+
+def test_history_agrees_with_a_list_of_all_that_was_computed() -> None:
+    rng = random.Random(1)
+    history, root = History(limit=10_000), root_key("f", "")
+    computed: list[list[int]] = []
+    for _ in range(150):
+        stem = rng.choice(computed)[: rng.randint(0, 200)] if computed else []
+        tokens = stem + [rng.randint(0, 2) for _ in range(rng.randint(1, 100))]
+        best = max((common_tokens(encode(one), encode(tokens)) for one in computed), default=0)
+        assert history.look_up(root, encode(tokens)).tokens == best
+        key = root
+        for at in range(0, len(tokens), 64):
+            page = encode(tokens[at : at + 64])
+            history.add_page(key, page)
+            key = page_key(key, page)
+        computed.append(tokens)
+
+
 def test_a_superseded_tip_goes_before_the_rest() -> None:
     store = Bytes()
     memory = Memory(store, "f", pages=40, live=1, checkpoints=3, recurrent=True)
