@@ -178,7 +178,7 @@ class Writer:
                 self._count("skipped_budget_red" if level is Level.RED else "skipped_budget_yellow")
                 continue
             try:
-                place = self._disk.append(entry, payload, now, self.space.room)
+                place = self._disk.append(entry, payload.view, now, self.space.room)
             except NoRoom:
                 self._count("skipped_no_room")
                 continue
