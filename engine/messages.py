@@ -21,6 +21,8 @@ from engine.api import (
     Failed,
     GetStats,
     ModelInfo,
+    Ping,
+    Pong,
     Reply,
     Request,
     Shutdown,
@@ -57,7 +59,7 @@ class LoadFailed:
 
 
 Status = Loading | Ready | LoadFailed
-Message = Command | Reply
+Message = Command | Reply | Ping | Pong
 
 
 class MessageError(ValueError):
@@ -75,6 +77,8 @@ _MESSAGES: dict[str, type] = {
     "failed": Failed,
     "model_info": ModelInfo,
     "stats": Stats,
+    "ping": Ping,
+    "pong": Pong,
 }
 _STATUSES: dict[str, type] = {"loading": Loading, "ready": Ready, "load_failed": LoadFailed}
 
