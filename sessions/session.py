@@ -54,7 +54,6 @@ class SessionSummary:
 
     id: str
     client_id: str
-    namespace: str
     harness: str
     created: float
     last_used: float
@@ -127,7 +126,6 @@ class Session:
         return SessionSummary(
             self.id,
             self.client_id,
-            self.namespace,
             self.harness,
             self.created,
             self.last_used,

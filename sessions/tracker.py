@@ -68,28 +68,27 @@ class Sessions:
     def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
         """``incarnation`` is the engine worker's: a new one has forgotten everything."""
         place = self._place(meta, conversation, keep=True)
-        return Visit(place, self._family, meta.protocol, incarnation, self._remember)
+        return Visit(place, self._family, meta.protocol, incarnation, self._accept, self._remember)
 
     def normalise(self, meta: RequestMeta, conversation: Conversation) -> Conversation:
         """The conversation as ``begin`` would have it rendered, without a trace: for counting tokens."""
         return self._place(meta, conversation, keep=False).conversation
 
-    def list(self) -> list[SessionSummary]:
-        """The most recently used first."""
-        return [session.summary() for session in reversed(self._sessions.values())]
+    def list(self, namespace: str = "") -> list[SessionSummary]:
+        """Those of one namespace, the most recently used first."""
+        return [session.summary() for session in reversed(self._sessions.values()) if session.namespace == namespace]
 
-    def get(self, id: str) -> SessionDetail | None:
+    def get(self, id: str, namespace: str = "") -> SessionDetail | None:
+        """None also for a session of another namespace."""
         session = self._sessions.get(id)
-        return session.detail() if session else None
+        return session.detail() if session and session.namespace == namespace else None
 
-    def forget(self, id: str) -> bool:
-        """True if there was such a session. What the engine holds of it is not touched."""
-        session = self._sessions.pop(id, None)
-        if session is None:
+    def forget(self, id: str, namespace: str = "") -> bool:
+        """True if the namespace had such a session. What the engine holds of it is not touched."""
+        session = self._sessions.get(id)
+        if session is None or session.namespace != namespace:
             return False
-        self._tokens -= self._weights.pop(id, 0)
-        for branch in session.branches.values():
-            self._lineage.forget(branch)
+        self._drop(session)
         return True
 
     def stats(self) -> dict[str, float]:
@@ -113,47 +112,56 @@ class Sessions:
         identity = identify(harness, meta, conversation)
         conversation = without_volatile(harness, conversation)
         turns = [_found_by(turn) for turn in conversation.turns]
-        keep = keep and identity.kind != "side"
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
         head = _head(conversation) if scope else b""
         keys = chain(scope, head, turns[head_turns(conversation) :]) if scope else []
-        session, branch = self._find(meta, harness, identity, keys, head, keep)
+        session, branch = self._find(meta, harness, identity, keys, head)
         if harness.reattach_tools and identity.kind == "compaction" and not conversation.tools:
             conversation = replace(conversation, tools=branch.tools)
-        if keep:
-            branch.tools, branch.head = conversation.tools, head
-            self._lineage.add(session, branch, keys)
-        restored, link = self._restore(session, branch.name, conversation, turns, keep)
-        return Place(session, branch, harness, identity.kind, restored, tuple(turns), link, scope)
+        count = keep and identity.kind != "side"
+        restored, link = self._restore(session, branch.name, conversation, turns, count)
+        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys))
+
+    def _accept(self, place: Place) -> Place:
+        """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
+        by a request that came at the same time."""
+        known = place.session
+        session = self._sessions.get(known.id)
+        if session is None:
+            session = Session(known.id, known.client_id, known.namespace, known.harness, self._limits, self._clock())
+            self._sessions[session.id] = session
+        self._sessions.move_to_end(session.id)
+        alive = session.branches.get(place.branch.name) is place.branch
+        branch = place.branch if alive else self._branch(session, place.identity, place.head)
+        branch = session.branch(branch.name, self._lineage.forget)
+        branch.tools, branch.head = place.conversation.tools, place.head
+        self._lineage.add(session, branch, place.keys)
+        session.last_used = self._clock()
+        self._drop_surplus()
+        return replace(place, session=session, branch=branch)
 
     def _find(
-        self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes, keep: bool
+        self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes
     ) -> tuple[Session, Branch]:
-        """Explicit ids first, else the longest common prefix. What is not kept gets objects that nobody else sees."""
+        """Explicit ids first, else the longest common prefix. What is new are objects that nobody else sees yet."""
         found = self._lineage.find(keys)
         if found and not identity.session:
             session, branch = found
         else:
             name = digest(meta.namespace, identity.session or "lineage", b"" if identity.session else _last(keys, head))
-            session = self._session(name.hex(), meta, harness, identity, keep)
-            branch = found[1] if found else self._branch(session, identity, head, keep)
-        if keep:
-            self._sessions.move_to_end(session.id)
-            session.branch(branch.name, self._lineage.forget)
-            session.last_used = self._clock()
+            session = self._sessions.get(name.hex()) or Session(
+                name.hex(),
+                identity.session[:CLIENT_ID_LENGTH],
+                meta.namespace,
+                harness.name,
+                self._limits,
+                self._clock(),
+            )
+            branch = found[1] if found else self._branch(session, identity, head)
         return session, branch
 
-    def _session(self, id: str, meta: RequestMeta, harness: Harness, identity: Identity, keep: bool) -> Session:
-        session = self._sessions.get(id)
-        if session is None:
-            client_id = identity.session[:CLIENT_ID_LENGTH]
-            session = Session(id, client_id, meta.namespace, harness.name, self._limits, self._clock())
-            if keep:
-                self._sessions[id] = session
-                self._drop_surplus()
-        return session
-
-    def _branch(self, session: Session, identity: Identity, head: bytes, keep: bool) -> Branch:
+    @staticmethod
+    def _branch(session: Session, identity: Identity, head: bytes) -> Branch:
         """By thread where the client names them; else a branch with the same system and tools, whose messages were
         rewritten from the first on (a compaction); else a new one."""
         if identity.threads:
@@ -161,8 +169,6 @@ class Sessions:
         else:
             same = [branch.name for branch in session.branches.values() if branch.head == head]
             name = same[-1] if same else _free_name(session)
-        if keep:
-            return session.branch(name, self._lineage.forget)
         return session.branches.get(name, Branch(name))
 
     def _restore(
@@ -226,13 +232,25 @@ class Sessions:
         self._drop_surplus()
 
     def _drop_surplus(self) -> None:
-        """The least recently used go; the last one stays, its journal is bounded by itself."""
+        """The namespace that holds the most loses its least recently used: whoever floods loses its own. The last used
+        of all stays, its journal is bounded by itself."""
         limits = self._limits
-        while len(self._sessions) > limits.max_sessions or (
-            self._tokens > limits.max_tokens and len(self._sessions) > 1
-        ):
+        while len(self._sessions) > 1:
+            many = len(self._sessions) > limits.max_sessions
+            if not many and self._tokens <= limits.max_tokens:
+                return
+            share: Counter[str] = Counter()
+            for session in self._sessions.values():
+                share[session.namespace] += 1 if many else self._weights.get(session.id, 0)
+            *others, _ = self._sessions.values()
             self._dropped += 1
-            self.forget(next(iter(self._sessions)))
+            self._drop(max(others, key=lambda session: share[session.namespace]))
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.id]
+        self._tokens -= self._weights.pop(session.id, 0)
+        for branch in session.branches.values():
+            self._lineage.forget(branch)
 
 
 def _found_by(turn: Turn) -> TurnDigest:
