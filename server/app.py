@@ -11,12 +11,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from server import control, endpoint, errors
 from server.auth import Guard
+from server.dump import Json
 from server.errors import ApiError
 from server.protocols import chat
 from server.protocols.anthropic import ANTHROPIC
@@ -46,19 +47,19 @@ def create_app(state: ServerState) -> Starlette:
         return await endpoint.count(request, state)
 
     async def models(request: Request) -> Response:
-        return JSONResponse(control.models(state, started))
+        return Json(control.models(state, started))
 
     async def model(request: Request) -> Response:
-        return JSONResponse(control.model(state, request.path_params["id"], started))
+        return Json(control.model(state, request.path_params["id"], started))
 
     async def health(request: Request) -> Response:
         return control.health(state)
 
     async def stats(request: Request) -> Response:
-        return JSONResponse(await control.stats(state))
+        return Json(await control.stats(state))
 
     async def sessions(request: Request) -> Response:
-        return JSONResponse(control.sessions(state))
+        return Json(control.sessions(state, request.state.namespace))
 
     async def session(request: Request) -> Response:
         return control.session(state, request)
@@ -78,7 +79,7 @@ def create_app(state: ServerState) -> Starlette:
         _log.info("stopped; %d generations were open", state.counters.open_generations)
 
     decode = state.family.tokenizer.decode
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
@@ -97,6 +98,8 @@ def create_app(state: ServerState) -> Starlette:
         exception_handlers={ApiError: fail, HTTPException: fail, ClientDisconnect: gone, Exception: fail},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a path with a slash too many is unknown, and said to be so in shape
+    return app
 
 
 async def _refuse_upgrade(request: Request) -> Response:
@@ -124,5 +127,5 @@ def _error_response(request: Request, error: Exception) -> Response:
             ours = ApiError("internal", errors.INTERNAL_MESSAGE)
     shape = errors.shape_of(path, request.headers)
     level = logging.WARNING if errors.status(ours, shape) >= 500 else logging.INFO
-    _log.log(level, "%s %s: %d %s", request.method, path, errors.status(ours, shape), ours.message)
+    _log.log(level, "%s %r: %d %r", request.method, path, errors.status(ours, shape), ours.message)
     return errors.response(ours, shape)

@@ -87,11 +87,23 @@ GenerationEvent = BlockEvent | Progress | Finished
 
 
 async def start(state: ServerState, meta: RequestMeta, conversation: Conversation, options: Options) -> Generation:
-    """Validate, render and submit a request, and wait for the engine's plan, for at most ``admission_seconds``.
+    """Validate, render and submit a request, and wait for the engine's plan, for at most ``admission_seconds``. When
+    the worker is lost before it began with the request, the next one gets it, once.
 
     Raises ApiError. The caller must ``close`` what it gets.
     """
     info = await worker(state)
+    try:
+        return await _start(state, info, meta, conversation, options)
+    except ApiError as error:
+        if error.kind != "unavailable":
+            raise
+    return await _start(state, await worker(state), meta, conversation, options)
+
+
+async def _start(
+    state: ServerState, info: ModelInfo, meta: RequestMeta, conversation: Conversation, options: Options
+) -> Generation:
     visit = state.sessions.begin(meta, conversation, info.incarnation)
     prompt = await render(state, visit.conversation, options.thinking)
     max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))
@@ -267,7 +279,8 @@ class Generation:
             ending: Literal["stop", "length"] = "length" if done.reason == "length" else "stop"
             events.extend(assembler.feed(self._parser.finish(ending)))
         events.extend(assembler.close(complete=done.reason != "length"))
-        if self._options.closing_text and not any(isinstance(block, Text | ToolCall) for block in assembler.blocks):
+        said = any(isinstance(block, Text | ToolCall) for block in assembler.blocks)
+        if self._options.closing_text and done.reason != "length" and not said:
             self._state.counters.empty_answers += 1
             events.extend(assembler.say(self._options.closing_text))
         self._checkpoints = done.checkpoints
