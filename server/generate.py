@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -141,9 +142,15 @@ async def worker(state: ServerState) -> ModelInfo:
 
 
 async def render(state: ServerState, conversation: Conversation, thinking: bool) -> Prompt:
-    """The prompt, rendered off the event loop. Raises ApiError."""
+    """The prompt, rendered off the event loop. What cannot fit the context is refused before it is tokenized. Raises
+    ApiError."""
+    info = state.engine.info
+    most = sys.maxsize if info is None else context_limit(state, info) - 1
 
     def work() -> Prompt:
+        least = state.family.least_tokens(conversation)
+        if least > most:
+            raise ApiError.prompt_too_long(least, most)
         return state.family.render(conversation, thinking=thinking)
 
     try:
