@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from engine.api import PAGE
 from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
 from engine.memory.pages import PagePool
+from engine.memory.queue import LeastFirst
 from engine.memory.states import Checkpoint
 
 
@@ -49,7 +50,8 @@ class PageIndex:
         self._on_drop = on_drop
         self._by_key: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
-        self._leaves: set[Node] = set()
+        self._leaves = LeastFirst(self._value)
+        self._side: set[Node] = set()
 
     def root(self, key: bytes) -> Node:
         """The node before the first page of a namespace; remembered while it has pages."""
@@ -85,7 +87,9 @@ class PageIndex:
             if parent.parent is None and parent.key is not None:
                 self._roots[parent.key] = parent
             self._leaves.discard(parent)
-            self._leaves.add(node)
+            self._leaves.push(node)
+            if side:
+                self._side.add(node)
             if key is not None:
                 self._by_key[key] = node
         self.touch(node, side)
@@ -93,7 +97,14 @@ class PageIndex:
 
     def touch(self, node: Node, side: bool) -> None:
         node.used = self.clock
-        node.side = node.side and side
+        if node.side and not side:
+            node.side = False
+            self._side.discard(node)
+
+    def fell(self, node: Node) -> None:
+        """What lies on a page is no longer wanted as much."""
+        if not node.children:
+            self._leaves.push(node)
 
     def holding(self, parent: Node, tokens: bytes) -> Node | None:
         """A page after ``parent`` that starts with these tokens."""
@@ -127,14 +138,18 @@ class PageIndex:
         """Take a checkpoint off its page."""
         tails, tail, offset = _spot(checkpoint)
         del tails[tail], checkpoint.node.checkpoints[offset]
+        self.fell(checkpoint.node)
 
     def evict(self, *, side: bool) -> bool:
         """Give up the least valuable page that no sequence holds; ``side``: only what side requests left."""
-        victim = min(
-            (leaf for leaf in self._leaves if (leaf.side or not side) and not self._pool.held(leaf.page)),
-            key=self._value,
-            default=None,
-        )
+        passed: list[Node] = []
+        while (victim := self._leaves.pop()) is not None and self._pool.held(victim.page):
+            passed.append(victim)
+        if victim is not None and side and not victim.side:
+            passed.append(victim)
+            victim = None
+        for leaf in passed:
+            self._leaves.push(leaf)
         if victim is None:
             return False
         self.remove(victim)
@@ -159,7 +174,7 @@ class PageIndex:
 
     def side_pages(self) -> int:
         """Pages that a side request could have."""
-        return sum(1 for node in self.nodes() if node.side and not self._pool.held(node.page))
+        return sum(not self._pool.held(node.page) for node in self._side)
 
     def nodes(self) -> Iterator[Node]:
         """Every cached page."""
@@ -191,12 +206,13 @@ class PageIndex:
         assert parent is not None  # noqa: S101 - roots are never removed this way
         parent.children.pop(_place(parent, node.tokens))
         self._leaves.discard(node)
+        self._side.discard(node)
         self._pool.drop(node.page)
         self.pages -= 1
         if parent.children:
             return parent
         if parent.parent is not None:
-            self._leaves.add(parent)
+            self._leaves.push(parent)
         elif parent.key is not None:
             self._roots.pop(parent.key, None)
         return parent

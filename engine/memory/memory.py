@@ -6,7 +6,7 @@ Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.api import PAGE
@@ -92,7 +92,7 @@ class Memory:
         if self.recurrent:
             self._mover.copy_state(plan.checkpoint.slot if plan.checkpoint else ZERO_SLOT, lease.slot)
         if plan.checkpoint is not None:
-            plan.checkpoint.used = self.index.clock
+            self.checkpoints.use(plan.checkpoint, self.index.clock)
         if plan.partial is not None:
             self.index.touch(plan.partial, side)
             self.pool.hold(plan.partial.page)
@@ -157,6 +157,7 @@ class Memory:
         if checkpoint is None:
             checkpoint = Checkpoint(position, slot, want, lease.session, lease.side, self.index.clock, node)
             self.index.attach(checkpoint)
+            self.checkpoints.add(checkpoint)
         else:
             self.give_back(slot)
             self._renew(checkpoint, lease, want)
@@ -164,7 +165,10 @@ class Memory:
         def behind(old: Checkpoint) -> bool:
             return old.position < position and self._checkpoint_at(lease, tokens, old.position) is old
 
-        self.checkpoints.add(checkpoint, behind)
+        if checkpoint.want.tip and not checkpoint.side:
+            old = self.checkpoints.tip(checkpoint, behind)
+            if old is not None:
+                self.index.fell(old.node)
         return True
 
     def unpin(self, lease: Lease, tokens: Sequence[int]) -> None:
@@ -173,7 +177,8 @@ class Memory:
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
             for one in self.index.checkpoints(self._parent(lease, at), page):
                 if one.want.pinned and one.session == lease.session:
-                    one.want = Want(one.want.kind, one.want.priority, tip=one.want.tip)
+                    self.checkpoints.release(one, replace(one.want, pinned=False))
+                    self.index.fell(one.node)
 
     def renew(self, lease: Lease, tokens: Sequence[int], position: int, want: Want) -> None:
         """A checkpoint on the way of this sequence is wanted once more, if there is one."""
@@ -255,12 +260,5 @@ class Memory:
             self.history.add_checkpoint(parent.key, encode(tokens[PAGE * at : position]))
 
     def _renew(self, checkpoint: Checkpoint, lease: Lease, want: Want) -> None:
-        """Wanted once more: the stronger of both wishes holds, and it belongs to the session that wants it now."""
-        old = checkpoint.want
-        if lease.side:
-            return
-        checkpoint.used = self.index.clock
-        checkpoint.session, checkpoint.side, checkpoint.superseded = lease.session, False, False
-        pinned, tip = old.pinned or want.pinned, old.tip or want.tip
-        stronger = want if want.priority >= old.priority else old
-        checkpoint.want = Want(stronger.kind, stronger.priority, pinned, tip)
+        if not lease.side:
+            self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
