@@ -26,7 +26,7 @@ from engine.api import (
     Tokens,
 )
 from engine.loading import Engine, load_engine
-from engine.memory.keys import common_tokens, encode
+from engine.memory.keys import common_tokens
 from engine.memory.memory import Lease
 from engine.memory.states import Want
 from engine.models.model import Progress
@@ -133,12 +133,16 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) >= self._config.max_sequences:
                 return
-            request = sequence.request
-            plan = self.memory.plan(sequence.tokens, request.namespace)
-            if self._shared_by_another(sequence, plan.position):
+            if sequence.waiting:
                 continue
-            fits = self.memory.fits(plan, sequence.pages_needed(), side=request.side)
+            request, fits = sequence.request, False
+            if not self._running or sequence.refused != self.memory.pool.released:
+                plan = self.memory.plan(sequence.encoded, request.namespace)
+                if self._shared_by_another(sequence, plan.position):
+                    continue
+                fits = self.memory.fits(plan, sequence.pages_needed(), side=request.side)
             if not fits:
+                sequence.refused = self.memory.pool.released
                 if self._running and request.side:
                     continue
                 if self._running:
@@ -172,14 +176,14 @@ class Scheduler:
     def _shared_by_another(self, sequence: Sequence, resumed: int) -> bool:
         """Whether a running prefill is about to compute a page or more that this one could then reuse; if so it is
         asked to leave a checkpoint there."""
-        tokens = encode(sequence.tokens)
         for other in self._running:
             if other.request.namespace != sequence.request.namespace or other.remaining <= 1:
                 continue
-            shared = min(common_tokens(tokens, encode(other.tokens)), len(sequence.tokens) - 1)
+            shared = min(common_tokens(sequence.encoded, other.encoded), len(sequence.tokens) - 1)
             position = shared // PAGE * PAGE
             if position >= resumed + PAGE and position > other.fed:
                 other.want(position, BRANCH)
+                sequence.waits = other, position
                 return True
         return False
 
@@ -330,7 +334,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._release(sequence)
         self._counts["aborted" if reason == "abort" else "finished"] += 1
-        reuse = sequence.reuse or self.memory.plan(sequence.tokens, sequence.request.namespace).reuse
+        reuse = sequence.reuse or self.memory.plan(sequence.encoded, sequence.request.namespace).reuse
         kept = tuple(sorted(sequence.kept))
         times = (sequence.prefill_seconds, sequence.decode_seconds)
         self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))

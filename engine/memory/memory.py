@@ -61,10 +61,10 @@ class Memory:
         self._mover = mover
         self._fingerprint = fingerprint
 
-    def plan(self, tokens: Sequence[int], namespace: str) -> Plan:
-        """Where a sequence of these tokens can start; at least the last one is left to feed."""
+    def plan(self, tokens: bytes, namespace: str) -> Plan:
+        """Where a sequence of these encoded tokens can start; at least the last one is left to feed."""
         root = root_key(self._fingerprint, namespace)
-        return resume.plan(self.index, self.history, root, encode(tokens), recurrent=self.recurrent)
+        return resume.plan(self.index, self.history, root, tokens, recurrent=self.recurrent)
 
     def fits(self, plan: Plan, tokens: int, *, side: bool) -> bool:
         """Whether a sequence of ``tokens`` can be held now, besides those that run."""

@@ -10,6 +10,7 @@ import pytest
 from engine_support import check_memory, prompt
 
 from engine.memory.index import Node, PageIndex
+from engine.memory.keys import encode
 from engine.memory.memory import Memory
 from engine.memory.queue import LeastFirst
 from engine.memory.states import FRESH, LIVE_SESSIONS, Checkpoint, Checkpoints, Want
@@ -171,7 +172,7 @@ def test_the_page_that_gives_way_is_the_least_valuable(
     for _ in range(250):
         tokens = rng.choice(stems)[: rng.randint(1, 400)] + prompt(rng.randint(0, 10**9), rng.randint(1, 60), 50)
         side, session = rng.random() < 0.3, rng.choice("abc")
-        plan = memory.plan(tokens, "")
+        plan = memory.plan(encode(tokens), "")
         if not memory.fits(plan, len(tokens), side=side):
             continue
         lease = memory.open(plan, session, side=side)
@@ -196,7 +197,7 @@ def test_eviction_looks_at_few_of_many() -> None:
         if seed == 3000:
             memory.index.looks = 0
         tokens = prompt(seed, 70)
-        lease = memory.open(memory.plan(tokens, ""), "s", side=False)
+        lease = memory.open(memory.plan(encode(tokens), ""), "s", side=False)
         assert memory.grow(lease, 70)
         memory.advance(lease, tokens, 70)
         memory.close(lease, tokens, 70, TIP)
