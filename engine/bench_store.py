@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from sessions.store.store import Store
+
+    from engine.memory.store import StateStore
 
 PAGE_COMPONENTS = (PAGE * 2 * 256 * 2,) * 20
 """Bytes of a page of Qwen3.6-35B-A3B: keys and values of 10 layers, 2 heads of 256 in bfloat16; 1.3 MB."""
@@ -99,8 +101,10 @@ def text(count: int, seed: int = 0) -> bytes:
 
 
 def look_up(directory: Path, count: int) -> dict[str, float]:
-    """A prompt of ``count`` tokens that only the store has, through the engine's planner, against its hash chain."""
+    """A prompt of ``count`` tokens that only the store has, through the engine's planner, against its hash chain; both
+    from the ids of a request."""
     tokens = text(count)
+    ids = tuple(np.frombuffer(tokens, np.uint32).tolist())
     before = resident()
     store = opened(directory, (64,), host_bytes=0, settle_seconds=0.0)
     fill(store, tokens, [memoryview(bytes(64))])
@@ -108,12 +112,12 @@ def look_up(directory: Path, count: int) -> dict[str, float]:
     history, root = History(1), root_key("bench", "")
 
     def chain() -> None:
-        key = root
-        for start in range(0, len(tokens) - PAGE_BYTES + 1, PAGE_BYTES):
-            key = page_key(key, tokens[start : start + PAGE_BYTES])
+        key, encoded = root, encode(ids)
+        for start in range(0, len(encoded) - PAGE_BYTES + 1, PAGE_BYTES):
+            key = page_key(key, encoded[start : start + PAGE_BYTES])
 
     def plan() -> None:
-        found = resume.plan(index, store, history, root, tokens, recurrent=False)
+        found = resume.plan(index, cast("StateStore", store), history, root, encode(ids), recurrent=False)
         if found.position < count - PAGE:
             raise RuntimeError("the store does not have what was put there")
 
@@ -193,11 +197,11 @@ def decode(directory: Path, pairs: int) -> dict[str, object]:
     model = write_tiny("qwen3_5_moe", directory / "model", hidden=512, layers=8, context=1 << 17)
     config = EngineConfig(str(model), kv_bytes=256 << 20, checkpoint_bytes=64 << 20, threads=1)
 
-    def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...]) -> Store:
+    def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore:
         from sessions.store.config import StoreConfig
         from sessions.store.store import open_store
 
-        return open_store(StoreConfig(directory / "store", "bench", pages, states))
+        return cast("StateStore", open_store(StoreConfig(directory / "store", "bench", pages, states)))
 
     without = Scheduler.load(config, lambda *_: None)
     with_store = Scheduler.load(config, lambda *_: None, open_store=store_of)

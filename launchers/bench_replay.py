@@ -34,7 +34,7 @@ MEMORY = ("--kv-bytes", "24m", "--checkpoint-bytes", "2m", "--host-cache", "16m"
 MAX_APPEND, MAX_WHOLE = 1.10, 1.25
 MAX_EXCESS_MEAN, MAX_EXCESS_P95 = 1_000.0, 4_000.0
 IDLE = 3600.0
-STATS = ("prefilled_tokens", "store_bytes_written", "restored_unused")
+STATS = ("prefilled_tokens", "background_tokens", "background_wasted_tokens", "store_bytes_written")
 MUST_BE_ZERO = ("restored_unused", "misses_without_cause", "script_misses")
 
 
@@ -135,7 +135,7 @@ def _counts(name: str) -> bool:
 
 
 def amplification(rows: Iterable[Row]) -> float:
-    """Computed over new tokens; a request that was cut off counts with the one that repeats it."""
+    """What clients waited for over what was new; a request that was cut off counts with the one that repeats it."""
     counted = [row for row in rows if not row.stopped]
     return sum(row.computed for row in counted) / max(1, sum(row.fresh for row in counted))
 
@@ -152,8 +152,10 @@ def report(replay: Replay, totals: Counter[str], gauges: dict[str, float]) -> di
     rows = replay.rows
     edits: dict[str, list[Row]] = {}
     for row in rows:
-        for kind in {edit.kind for edit in row.ask.edits} or ({"retry"} if row.ask.trigger == "retry" else set()):
-            edits.setdefault(kind, []).append(row)
+        for edit in row.ask.edits:
+            edits.setdefault(edit.kind, []).append(row)
+        if row.ask.trigger == "retry":
+            edits.setdefault("sent_again", []).append(row)
     selections: dict[str, Callable[[Row], bool]] = {
         "first request": lambda row: row.ask.trigger == "first",
         "tool result": lambda row: row.ask.trigger == "tool",
@@ -162,24 +164,25 @@ def report(replay: Replay, totals: Counter[str], gauges: dict[str, float]) -> di
         "repeated": lambda row: row.ask.trigger == "retry",
         "after a restart": lambda row: row.restarted and row.ask.trigger != "first",
     }
-    written, unique = gauges.get("store_bytes_written", 0.0), gauges.get("store_unique_bytes", 0.0)
+    held = gauges.get("store_live_bytes", 0.0)
+    fresh = sum(row.fresh for row in rows if not row.stopped)
     all_edits = excess(row for row in rows if row.edited)
     result: dict[str, Any] = {
         "requests": len(rows),
         "prompt_tokens": sum(row.prompt for row in rows),
-        "fresh_tokens": sum(row.fresh for row in rows if not row.stopped),
+        "fresh_tokens": fresh,
         "computed_tokens": sum(row.computed for row in rows if not row.stopped),
-        "prefilled_tokens": totals["prefilled_tokens"],
+        **{name: totals[name] for name in STATS},
         "amplification_append": amplification(row for row in rows if row.append and not row.edited),
-        "amplification": amplification(rows),
+        "amplification": totals["prefilled_tokens"] / max(1, fresh),
         "excess": {
             "all edits": asdict(all_edits),
             **{kind: asdict(excess(some)) for kind, some in sorted(edits.items())},
         },
         "hits": {name: _rate(filter(select, rows)) for name, select in selections.items()},
         "causes": dict(Counter(row.cause for row in rows).most_common()),
-        "store_bytes_written": written,
-        "write_amplification": written / unique if unique else 0.0,
+        "store_live_bytes": held,
+        "write_amplification": totals["store_bytes_written"] / held if held else 0.0,
         "prompts_unlike_expected": sum(row.prompt != row.expected for row in rows if row.cause != "pending"),
         "restarts_skipped": replay.skipped_restarts,
         **{name: totals[name] for name in MUST_BE_ZERO},
@@ -221,12 +224,13 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for table in (hits, edits, causes):
         console.print(table, "")
     console.print(
-        f"{result['requests']:,} requests, {result['prompt_tokens']:,} prompt tokens, {result['computed_tokens']:,} "
-        f"computed, {result['fresh_tokens']:,} of them new; the engine prefilled {result['prefilled_tokens']:,}.\n"
+        f"{result['requests']:,} requests, {result['prompt_tokens']:,} prompt tokens, {result['fresh_tokens']:,} of "
+        f"them new; the engine prefilled {result['prefilled_tokens']:,}, {result['background_tokens']:,} of them ahead "
+        f"({result['background_wasted_tokens']:,} in vain), and {result['computed_tokens']:,} while a client waited.\n"
         f"amplification {result['amplification_append']:.3f} where clients only append (at most {MAX_APPEND:.2f}), "
         f"{result['amplification']:.3f} in all (at most {MAX_WHOLE:.2f})\n"
         f"store: {result['store_bytes_written'] / 1e6:,.1f} MB written, "
-        f"{result['write_amplification']:.2f} times what is unique\n"
+        f"{result['write_amplification']:.2f} times what it holds in the end\n"
         + ", ".join(f"{name} {result[name]}" for name in MUST_BE_ZERO)
     )
     if result["prompts_unlike_expected"]:

@@ -249,7 +249,9 @@ class Chat:
         if ask.kind == "side":
             body |= {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
         else:
-            tools = [{"name": n, "description": text, "input_schema": SCHEMA} for n, text in self._tools()]
+            tools: list[dict[str, Any]] = [
+                {"name": n, "description": text, "input_schema": SCHEMA} for n, text in self._tools()
+            ]
             if self._found:
                 tools.append(
                     {"name": FOUND_TOOL, "description": "found", "input_schema": SCHEMA, "defer_loading": True}

@@ -32,6 +32,8 @@ EDITS: dict[Shape, tuple[EditKind, ...]] = {
     "codex": ("answer_dropped", "summary_last", "rewound", "new_process", "forked"),
     "chat": ("outputs_cleared", "rewound", "reminders_dropped", "summary_only", "system_changed"),
 }
+LATE: tuple[EditKind, ...] = ("thinking_dropped", "tools_inserted", "outputs_cleared")
+"""What happens between the steps of a turn, if it has more than one."""
 SUMMARIES: tuple[EditKind, ...] = ("summary_first", "summary_last", "summary_only", "exchanges_cut")
 
 
@@ -117,12 +119,15 @@ class _Session:
         count = 1 + round(self.draw.expovariate(1 / max(self.plan.steps - 1, 0.1)))
         idle = self.draw.lognormvariate(math.log(WAIT_MEDIAN), WAIT_SIGMA) if number else 0.0
         trigger: Trigger = "user" if number else "first"
+        late: tuple[Edit, ...] = ()
+        if edit in LATE and count > 1:
+            edits, late = late, edits
         steps: list[Step] = []
         for left in reversed(range(count)):
             say = self._call() if left else Say(text=self._answer())
             edits += (Edit(kind="reminder_moved"),) if self.shape == "chat" and (number or steps) else ()
             steps.append(self._ask(trigger, idle=round(idle, 1), edits=edits, add=tuple(add), say=say))
-            trigger, edits = "tool", ()
+            trigger, edits, late = "tool", late, ()
             idle = SLOW_TOOL_SECONDS if self.draw.random() < SLOW_TOOL else 0.0
             add = [self._output(len(say.calls)) for _ in say.calls]
         if self.draw.random() < self.plan.edits / 2:
