@@ -6,6 +6,7 @@ page and on every recurrent tensor. ``Truth`` computes the same from the tokens 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -24,13 +25,17 @@ DIGITS = (1 << 23) - 1
 
 
 def mixed(tensor: int, before: int, token: int) -> int:
-    """The next value of one recurrent tensor's hash."""
+    """The next value of one recurrent tensor's hash; what is broken stays broken."""
+    if before < 0:
+        return -1
     value = ((before ^ (token + 1)) * MIX[tensor]) & MASK
     return value ^ (value >> 29)
 
 
 def spread(value: int, count: int) -> list[float]:
-    """``value`` as ``count`` exact float32 numbers, all of them dependent on it."""
+    """``value`` as ``count`` exact float32 numbers, all of them dependent on it; NaN for -1."""
+    if value < 0:
+        return [math.nan] * count
     parts = [float(value & DIGITS), float(value >> 23 & DIGITS), float(value >> 46)]
     return parts + [float(value % (1009 + at)) for at in range(count - 3)]
 
