@@ -33,9 +33,8 @@ from engine.memory.pages import PagePool
 from engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from sessions.store.store import Store
-
     from engine.memory.store import StateStore
+    from sessions.store.store import Store
 
 PAGE_COMPONENTS = (PAGE * 2 * 256 * 2,) * 20
 """Bytes of a page of Qwen3.6-35B-A3B: keys and values of 10 layers, 2 heads of 256 in bfloat16; 1.3 MB."""

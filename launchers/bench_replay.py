@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -142,9 +143,9 @@ def amplification(rows: Iterable[Row]) -> float:
 
 def excess(rows: Iterable[Row]) -> Excess:
     found = sorted(row.excess for row in rows if not row.stopped)
-    return Excess(
-        len(found), fmean(found) if found else 0.0, float(found[int(0.95 * (len(found) - 1))]) if found else 0.0
-    )
+    if not found:
+        return Excess(0, 0.0, 0.0)
+    return Excess(len(found), fmean(found), float(found[math.ceil(0.95 * len(found)) - 1]))
 
 
 def report(replay: Replay, totals: Counter[str], gauges: dict[str, float]) -> dict[str, Any]:

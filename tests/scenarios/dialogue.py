@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from machine import Machine
-from sessions.persist import Persist, PersistConfig
 
 from engine.api import Anchor, Watch
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.load import Family
 from server.blocks import Assembler
+from sessions.persist import Persist, PersistConfig
 from sessions.tracker import RequestMeta, ReuseReport, Sessions
 
 READ = Tool(

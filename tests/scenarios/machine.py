@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from engine.memory.store import StateStore
 from hash_model import HashModel, Truth
-from sessions.store.config import StoreConfig
-from sessions.store.files import Files
-from sessions.store.store import Store, open_store
 
 from engine.api import Admitted, Anchor, Done, EngineConfig, Failed, ModelInfo, Request, Reuse, Sampling, Tokens
 from engine.layers.reference import ReferenceOps
 from engine.loading import Engine
 from engine.memory.memory import Memory
+from engine.memory.store import StateStore
 from engine.runner import Runner
 from engine.sampling import Logits
 from engine.scheduler import Scheduler
+from sessions.store.config import StoreConfig
+from sessions.store.files import Files
+from sessions.store.store import Store, open_store
 
 Kind = Literal["hash", "cpu"]
 SEGMENT = 1 << 20

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from machine import Make, tokens
-from sessions.store.files import Buffer, Files
 
 from engine.api import Anchor
+from sessions.store.files import Buffer, Files
 
 PAGE = 64
 

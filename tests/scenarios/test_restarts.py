@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from dialogue import Dialogue, House
-from engine.memory.store import Buffers, PageRef, Reading, StateRef
 from machine import HOUR, Machine, Make, tokens
+
+from engine.memory.store import Buffers, PageRef, Reading, StateRef
+from parsers.conversation import Text
 from sessions.store.config import StoreKeyError
 from sessions.store.store import Store
-
-from parsers.conversation import Text
 
 PAGE = 64
 
