@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 PAGE_COMPONENTS = (PAGE * 2 * 256 * 2,) * 20
 """Bytes of a page of Qwen3.6-35B-A3B: keys and values of 10 layers, 2 heads of 256 in bfloat16; 1.3 MB."""
 READ = 1 << 20
+STEPS = 128
 MAX_LOOK_UP, MIN_RESTORE, MAX_DECODE, MAX_WRITTEN = 3.0, 0.8, 0.01, 1.3
 
 
 @dataclass(frozen=True)
 class Paired:
-    """B over A, of runs in turn: the median, and the 95 % interval of the mean ratio."""
+    """B over A, of runs in turn: the median ratio and its 95 % interval by rank, which outliers do not move."""
 
     ratio: float
     low: float
@@ -58,11 +59,10 @@ def paired(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tuple[
     for _ in range(pairs):
         first.append(a())
         second.append(b())
-    ratios = [y / x for x, y in zip(first, second, strict=True)]
-    mean = statistics.fmean(ratios)
-    half = 2.0 * statistics.stdev(ratios) / math.sqrt(pairs)
-    medians = statistics.median(first), statistics.median(second)
-    return Paired(statistics.median(ratios), mean - half, mean + half, pairs), *medians
+    ratios = sorted(y / x for x, y in zip(first, second, strict=True))
+    rank = max(0, math.floor(pairs / 2 - 0.98 * math.sqrt(pairs)))
+    found = Paired(statistics.median(ratios), ratios[rank], ratios[-1 - rank], pairs)
+    return found, statistics.median(first), statistics.median(second)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -192,7 +192,8 @@ def forget(paths: Sequence[Path]) -> None:
 
 
 def decode(directory: Path, pairs: int) -> dict[str, object]:
-    """Decoding 256 tokens at a time with and without a store, of a model whose steps take milliseconds."""
+    """Decoding 128 tokens at a time with and without a store, of a model whose steps take milliseconds. What is left
+    to write after a run is written before the next, so that a run pays for its own writes only."""
     model = write_tiny("qwen3_5_moe", directory / "model", hidden=512, layers=8, context=1 << 17)
     config = EngineConfig(str(model), kv_bytes=256 << 20, checkpoint_bytes=64 << 20, threads=1)
 
@@ -209,15 +210,18 @@ def decode(directory: Path, pairs: int) -> dict[str, object]:
     def run(scheduler: Scheduler) -> float:
         nonlocal number
         number += 1
-        forced = tuple(np.random.default_rng(number).integers(0, 250, 256).tolist())
-        scheduler.submit(Request(f"{number}", forced[:1], Sampling(256, forced=forced)))
+        forced = tuple(np.random.default_rng(number).integers(0, 250, STEPS).tolist())
+        scheduler.submit(Request(f"{number}", forced[:1], Sampling(STEPS, forced=forced)))
         scheduler.step()
-        return timed(lambda: [scheduler.step() for _ in range(256)])
+        seconds = timed(lambda: [scheduler.step() for _ in range(STEPS)])
+        if scheduler.memory.behind.store is not None:
+            scheduler.memory.behind.store.flush(10.0)
+        return seconds
 
     run(without), run(with_store)
     ratio, _, seconds = paired(lambda: run(without), lambda: run(with_store), pairs)
     with_store.close(10.0)
-    return {"decode_ms_per_token": 1e3 * seconds / 256, "decode_cost": asdict(ratio)}
+    return {"decode_ms_per_token": 1e3 * seconds / STEPS, "decode_cost": asdict(ratio)}
 
 
 def resident() -> int:
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)")
     parser.add_argument("--tokens", type=int, default=100_000, help="of the prompt that is looked up")
     parser.add_argument("--megabytes", type=int, default=256, help="to restore")
-    parser.add_argument("--pairs", type=int, default=12, help="of decoding without and with a store")
+    parser.add_argument("--pairs", type=int, default=30, help="of decoding without and with a store")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="ft-bench-store-", dir=options.directory) as scratch:
@@ -245,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"look-up at most {MAX_LOOK_UP:g} times hashing": _number(found["look_up_ratio"]) <= MAX_LOOK_UP,
         f"restore at least {MIN_RESTORE:.0%} of sequential reads": _number(found["restore_ratio"]) >= MIN_RESTORE,
         f"written at most {MAX_WRITTEN:g} times what is unique": _number(found["written_over_unique"]) <= MAX_WRITTEN,
-        f"decode costs less than {MAX_DECODE:.0%} more": isinstance(cost, dict) and cost["low"] - 1 < MAX_DECODE,
+        f"decode costs less than {MAX_DECODE:.0%} more, or the interval does not say": isinstance(cost, dict)
+        and cost["low"] - 1 < MAX_DECODE,
     }
     if options.json:
         print(json.dumps({**found, "missed": [goal for goal, met in goals.items() if not met]}, indent=2))
