@@ -70,13 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         {"tiny": "a tiny one with random weights"},
         ("ft checkpoint tiny qwen3_5_moe /tmp/tiny", "ft checkpoint tiny --help"),
     )
-    add_engine_command(
-        commands,
-        "bench",
-        "measure the engine against what this machine's memory and processor allow",
-        {"decode": "one token at a time", "prefill": "a long prompt"},
-        ("ft bench decode", "ft bench prefill", "ft bench decode --help"),
-    )
+    add_bench(commands)
     return parser
 
 
@@ -250,13 +244,43 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 # -- commands of the engine -------------------------------------------------------------------------------------------
 
 
+def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_engine_command(
+        commands,
+        "bench",
+        "measure the engine and its store against what this machine allows, and how often a token is computed",
+        {
+            "decode": "one token at a time",
+            "prefill": "a long prompt",
+            "store": "the checkpoint store: look-up, restore, what it costs decoding",
+            "replay": "an agent trace against a server: what is computed twice",
+            "trace": "make such a trace",
+        },
+        ("ft bench decode", "ft bench store", "ft bench replay", "ft bench trace --out trace.jsonl --scale 0.1"),
+    )
+    parser.set_defaults(handler=run_bench)
+
+
+def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
+    match options.what:
+        case "replay" | "trace":
+            from launchers import bench_replay  # it needs a client, a family and numpy: too slow for other commands
+
+            command = bench_replay.replay if options.what == "replay" else bench_replay.trace
+            return command(options.arguments)
+        case "store":
+            run_module("engine.bench_store", options.arguments)
+        case what:
+            run_module("engine.bench", [what, *options.arguments])
+
+
 def add_engine_command(
     commands: Commands[argparse.ArgumentParser],
     name: str,
     summary: str,
     choices: Mapping[str, str],
     lines: Sequence[str],
-) -> None:
+) -> argparse.ArgumentParser:
     """A command whose own arguments the engine's module of that name reads."""
     parser = add_command(commands, name, summary, *lines)
     parser.add_argument(
@@ -264,10 +288,15 @@ def add_engine_command(
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see --help after it")
     parser.set_defaults(handler=run_engine_command, module=f"engine.{name}")
+    return parser
 
 
 def run_engine_command(options: argparse.Namespace, _: Sequence[str]) -> NoReturn:
-    command = [sys.executable, "-P", "-m", options.module, options.what, *options.arguments]
+    run_module(options.module, [options.what, *options.arguments])
+
+
+def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    command = [sys.executable, "-P", "-m", module, *arguments]
     os.execv(sys.executable, command)  # noqa: S606 (no shell wanted)
 
 

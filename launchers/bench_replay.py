@@ -1,0 +1,334 @@
+"""``ft bench replay`` and ``ft bench trace``: how much of an agent's traffic is computed more than once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from launchers.child_server import ChildServer, ChildServerError
+from launchers.replay import Replay, ReplayError, Row, write_script
+from launchers.trace import Trace, TraceError
+from launchers.trace_generate import Plan, generate
+from parsers.load import FamilyError, load_family
+
+SHIPPED = Path(__file__).with_name("data") / "trace.jsonl"
+CONTEXT = "65536"
+MEMORY = ("--kv-bytes", "24m", "--checkpoint-bytes", "2m", "--host-cache", "16m", "--store-quota", "1g")
+"""About four of the shipped trace's conversations fit on the tiny model's device, so that the others are restored."""
+MAX_APPEND, MAX_WHOLE = 1.10, 1.25
+MAX_EXCESS_MEAN, MAX_EXCESS_P95 = 1_000.0, 4_000.0
+IDLE = 3600.0
+STATS = ("prefilled_tokens", "background_tokens", "background_wasted_tokens", "store_bytes_written")
+MUST_BE_ZERO = ("restored_unused", "misses_without_cause", "script_misses")
+
+
+@dataclass(frozen=True)
+class Rate:
+    requests: int
+    prompt: int
+    resumed: int
+
+    @property
+    def hit(self) -> float:
+        return self.resumed / max(self.prompt, 1)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Tokens computed beyond what was new, per request."""
+
+    requests: int
+    mean: float
+    p95: float
+
+
+class LocalServer:
+    """A server of our own on one store directory, through its restarts; sums up what each of its lives counted."""
+
+    def __init__(self, arguments: Sequence[str], scratch: Path) -> None:
+        self.totals: Counter[str] = Counter()
+        self.gauges: dict[str, float] = {}
+        self._arguments = (*arguments, "--store", str(scratch / "store"))
+        self._scratch = scratch
+        self._lives = 0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.__exit__(kind, error, traceback)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def restart(self, how: str) -> bool:
+        self.count()
+        if how == "kill":
+            for process in (self._server.pid, self._server.worker_pid):
+                os.kill(process, signal.SIGKILL)
+        self._server.__exit__(None, None, None)
+        self._start()
+        return True
+
+    def count(self) -> None:
+        """Add this life's counters to the totals."""
+        stats = self._server.get("/v1/stats")
+        rooms: list[dict[str, float]] = [room for room in stats.values() if isinstance(room, dict)]
+        self.gauges = {name: value for room in rooms for name, value in room.items()}
+        self.totals.update({name: int(value) for name, value in self.gauges.items() if _counts(name)})
+
+    def _start(self) -> None:
+        self._lives += 1
+        self._server = ChildServer(self._arguments, self._scratch / f"life{self._lives}")
+        self._server.__enter__()
+
+
+class OtherServer:
+    """One that is running already: it cannot be restarted, and what it counted before is taken off."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.totals: Counter[str] = Counter()
+        self.gauges: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        self.count()
+        self._before, self.totals = self.gauges, Counter()
+
+    def restart(self, how: str) -> bool:
+        return False
+
+    def count(self) -> None:
+        response = httpx.get(f"{self.url}/v1/stats", timeout=10.0, trust_env=False)
+        response.raise_for_status()
+        rooms: list[dict[str, float]] = [room for room in response.json().values() if isinstance(room, dict)]
+        self.gauges = {name: value for room in rooms for name, value in room.items()}
+        for name, value in self.gauges.items():
+            if _counts(name):
+                self.totals[name] = int(value - self._before.get(name, 0.0))
+
+
+def _counts(name: str) -> bool:
+    return name in (*STATS, *MUST_BE_ZERO) or name.startswith("cause_")
+
+
+# ── what came out ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def amplification(rows: Iterable[Row]) -> float:
+    """What clients waited for over what was new; a request that was cut off counts with the one that repeats it."""
+    counted = [row for row in rows if not row.stopped]
+    return sum(row.computed for row in counted) / max(1, sum(row.fresh for row in counted))
+
+
+def excess(rows: Iterable[Row]) -> Excess:
+    found = sorted(row.excess for row in rows if not row.stopped)
+    if not found:
+        return Excess(0, 0.0, 0.0)
+    return Excess(len(found), fmean(found), float(found[math.ceil(0.95 * len(found)) - 1]))
+
+
+def report(replay: Replay, totals: Counter[str], gauges: dict[str, float]) -> dict[str, Any]:
+    """Everything that is printed, as plain data."""
+    rows = replay.rows
+    edits: dict[str, list[Row]] = {}
+    for row in rows:
+        for edit in row.ask.edits:
+            edits.setdefault(edit.kind, []).append(row)
+        if row.ask.trigger == "retry":
+            edits.setdefault("sent_again", []).append(row)
+    selections: dict[str, Callable[[Row], bool]] = {
+        "first request": lambda row: row.ask.trigger == "first",
+        "tool result": lambda row: row.ask.trigger == "tool",
+        "user": lambda row: row.ask.trigger == "user",
+        "user after > 1 h": lambda row: row.ask.trigger == "user" and row.ask.idle > IDLE,
+        "repeated": lambda row: row.ask.trigger == "retry",
+        "after a restart": lambda row: row.restarted and row.ask.trigger != "first",
+    }
+    held = gauges.get("store_live_bytes", 0.0)
+    fresh = sum(row.fresh for row in rows if not row.stopped)
+    all_edits = excess(row for row in rows if row.edited)
+    result: dict[str, Any] = {
+        "requests": len(rows),
+        "prompt_tokens": sum(row.prompt for row in rows),
+        "fresh_tokens": fresh,
+        "computed_tokens": sum(row.computed for row in rows if not row.stopped),
+        **{name: totals[name] for name in STATS},
+        "amplification_append": amplification(row for row in rows if row.append and not row.edited),
+        "amplification": totals["prefilled_tokens"] / max(1, fresh),
+        "excess": {
+            "all edits": asdict(all_edits),
+            **{kind: asdict(excess(some)) for kind, some in sorted(edits.items())},
+        },
+        "hits": {name: _rate(filter(select, rows)) for name, select in selections.items()},
+        "causes": dict(Counter(row.cause for row in rows).most_common()),
+        "store_live_bytes": held,
+        "write_amplification": totals["store_bytes_written"] / held if held else 0.0,
+        "prompts_unlike_expected": sum(row.prompt != row.expected for row in rows if row.cause != "pending"),
+        "restarts_skipped": replay.skipped_restarts,
+        **{name: totals[name] for name in MUST_BE_ZERO},
+    }
+    result["missed"] = missed(result)
+    return result
+
+
+def _rate(rows: Iterable[Row]) -> dict[str, float]:
+    some = [row for row in rows if row.cause != "pending"]
+    rate = Rate(len(some), sum(row.prompt for row in some), sum(row.resumed for row in some))
+    return {**asdict(rate), "hit": rate.hit}
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """The goals that were not reached, in words."""
+    edits = result["excess"]["all edits"]
+    goals = [
+        ("amplification of what only appends", result["amplification_append"], MAX_APPEND),
+        ("amplification of everything", result["amplification"], MAX_WHOLE),
+        ("mean replay per edit beyond what is new", edits["mean"], MAX_EXCESS_MEAN),
+        ("its 95th percentile", edits["p95"], MAX_EXCESS_P95),
+        *((name, result[name], 0) for name in MUST_BE_ZERO),
+    ]
+    return [f"{name} is {value:.3f}, allowed are {limit}" for name, value, limit in goals if value > limit]
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    hits = _table("prompt tokens resumed, by what made the client ask", "requests", "prompt", "resumed", "hit")
+    for name, rate in result["hits"].items():
+        numbers = (f"{rate[key]:,}" for key in ("requests", "prompt", "resumed"))
+        hits.add_row(name, *numbers, f"{100 * rate['hit']:.1f} %" if rate["requests"] else "")
+    edits = _table("tokens computed again, by what the client edited", "requests", "mean", "p95")
+    for name, one in result["excess"].items():
+        edits.add_row(name, f"{one['requests']:,}", f"{one['mean']:,.0f}", f"{one['p95']:,.0f}")
+    causes = _table("causes named by the server", "requests")
+    for name, count in result["causes"].items():
+        causes.add_row(name, f"{count:,}")
+    for table in (hits, edits, causes):
+        console.print(table, "")
+    console.print(
+        f"{result['requests']:,} requests, {result['prompt_tokens']:,} prompt tokens, {result['fresh_tokens']:,} of "
+        f"them new; the engine prefilled {result['prefilled_tokens']:,}, {result['background_tokens']:,} of them ahead "
+        f"({result['background_wasted_tokens']:,} in vain), and {result['computed_tokens']:,} while a client waited.\n"
+        f"amplification {result['amplification_append']:.3f} where clients only append (at most {MAX_APPEND:.2f}), "
+        f"{result['amplification']:.3f} in all (at most {MAX_WHOLE:.2f})\n"
+        f"store: {result['store_bytes_written'] / 1e6:,.1f} MB written, "
+        f"{result['write_amplification']:.2f} times what it holds in the end\n"
+        + ", ".join(f"{name} {result[name]}" for name in MUST_BE_ZERO)
+    )
+    if result["prompts_unlike_expected"]:
+        console.print(f"{result['prompts_unlike_expected']} prompts had another length than a perfect server's.")
+    if result["restarts_skipped"]:
+        console.print(f"{result['restarts_skipped']} restarts were left out: the server is not ours.")
+    for text in result["missed"]:
+        console.print(f"missed: {text}", style="red")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+# ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """1 when a goal is missed."""
+    parser = argparse.ArgumentParser(prog="ft bench replay", description="Replay a trace of agents against a server.")
+    parser.add_argument("trace", nargs="?", type=Path, default=SHIPPED, help="default: the one that comes with ft")
+    parser.add_argument("--model", type=Path, help="checkpoint to serve (default: a tiny hybrid with random weights)")
+    parser.add_argument("--url", help="a running server of --model, started with the script of ft bench trace")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write what each request reused, as JSONL")
+    options = parser.parse_args(arguments)
+    if options.url and options.model is None:
+        parser.error("--url needs --model: the tokens are counted here too")
+    console = Console(highlight=False, stderr=options.json)
+    try:
+        with TemporaryDirectory(prefix="ft-replay-") as scratch:
+            run, totals, gauges = _run(console, Path(scratch), options)
+    except (TraceError, ReplayError, FamilyError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError) as e:
+        console.print(f"error: {e}", style="red", markup=False)
+        return 1
+    if options.rows is not None:
+        lines = (json.dumps({**asdict(row), "ask": row.ask.model_dump(exclude_defaults=True)}) for row in run.rows)
+        options.rows.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    result = report(run, totals, gauges)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(console, result)
+    return 1 if result["missed"] else 0
+
+
+def _run(console: Console, scratch: Path, options: argparse.Namespace) -> tuple[Replay, Counter[str], dict[str, float]]:
+    trace = Trace.load(options.trace)
+    model = options.model or _tiny(scratch / "model")
+    run = Replay(trace, load_family(model))
+    with console.status("starting") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"request {done} of {total}")
+
+        if options.url:
+            other = OtherServer(options.url)
+            run.run(other, progress)
+            other.count()
+            return run, other.totals, other.gauges
+        script = scratch / "script.jsonl"
+        write_script(trace, script)
+        memory = MEMORY if options.model is None else ()
+        with LocalServer(("--model", str(model), "--script", str(script), *memory), scratch) as server:
+            run.run(server, progress)
+            server.count()
+            return run, server.totals, server.gauges
+
+
+def _tiny(directory: Path) -> Path:
+    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(directory)]
+    options = ("--tokenizer", "qwen", "--context", CONTEXT, "--hidden", "32", "--dtype", "bfloat16", "--tied")
+    subprocess.run([*make, *options], check=True, stdout=subprocess.DEVNULL)
+    return directory
+
+
+def trace(arguments: Sequence[str]) -> int:
+    plan = Plan()
+    parser = argparse.ArgumentParser(prog="ft bench trace", description="Make a trace shaped like real agents' use.")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--script", type=Path, metavar="FILE", help="also write the rules for ft serve --script")
+    parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--sessions", type=int, default=plan.sessions)
+    parser.add_argument("--turns", type=int, default=plan.turns, help="of each user")
+    parser.add_argument("--steps", type=float, default=plan.steps, help="mean requests per turn (default: %(default)s)")
+    parser.add_argument("--scale", type=float, default=plan.scale, help="of all lengths; 1 is like real agents")
+    parser.add_argument("--edits", type=float, default=plan.edits, help="share of turns that edit the history; 0: none")
+    parser.add_argument("--no-restarts", dest="restarts", action="store_false", help="leave the server's restarts out")
+    options = vars(parser.parse_args(arguments))
+    out, script = options.pop("out"), options.pop("script")
+    made = generate(Plan(**options))
+    made.save(out)
+    if script is not None:
+        write_script(made, script)
+    print(f"{len(made.steps)} steps in {out}")
+    return 0
