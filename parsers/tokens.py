@@ -8,6 +8,7 @@ independent of each other, remembered pieces are exact, and only the tail of a g
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from array import array
@@ -53,9 +54,12 @@ class Tokenizer:
             "post_processor": None,
         }
         try:
-            self._plain = FastTokenizer.from_str(json.dumps(plain))
+            text = json.dumps(plain)
+            self._plain = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for everything
             raise TokenizerError(f"tokenizer.json is not usable: {error}") from error
+        self.identity = hashlib.blake2b(text.encode() + repr(sorted(self.control.items())).encode()).digest()
+        """The same for tokenizers that give the same ids."""
         self.vocab_size = 1 + max((*self.control.values(), *vocabulary.values()))
         self._control_texts = {token: text for text, token in self.control.items()}
         names = sorted(self.control, key=len, reverse=True)
