@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.api import (
     Abort,
@@ -96,7 +96,7 @@ def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
     settings = config.store
 
     def open_store(fingerprint: str, page: tuple[int, ...], state: tuple[int, ...]) -> StateStore | None:
-        return None if settings is None else _open_store(settings, fingerprint, page, state)
+        return None if settings is None else open_worker_store(settings, fingerprint, page, state)
 
     try:
         return TheScheduler.load(config, progress, open_store=open_store)
@@ -104,8 +104,12 @@ def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
         raise Unservable(str(error)) from error
 
 
-def _open_store(
-    settings: StoreSettings, fingerprint: str, page: tuple[int, ...], state: tuple[int, ...]
+def open_worker_store(
+    settings: StoreSettings,
+    fingerprint: str,
+    page: tuple[int, ...],
+    state: tuple[int, ...],
+    patience: float = BUSY_SECONDS,
 ) -> StateStore | None:
     """The store, or None when it cannot be used and serving goes on without. Raises Unservable for what only its owner
     can solve: another process has it, or the key is wrong."""
@@ -127,12 +131,13 @@ def _open_store(
         retention_days=settings.retention_days,
         key=key,
     )
-    patience = time.monotonic() + BUSY_SECONDS
+    until = time.monotonic() + patience
     while True:
         try:
-            return open_store(config)
+            # Refs are opaque here and given back as they were, so that the narrower types of the store's own are safe.
+            return cast("StateStore", open_store(config))
         except StoreBusy as error:
-            if time.monotonic() > patience:
+            if time.monotonic() > until:
                 raise Unservable(f"{error} (--store DIR), or serve without one (--no-store)") from error
             time.sleep(0.2)
         except StoreKeyError as error:
