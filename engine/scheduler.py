@@ -64,7 +64,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[Reply] = []
         self._order = 0
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(restored_unused=0, failed_restores=0, background_tokens=0)
 
     @classmethod
     def load(
@@ -117,7 +117,6 @@ class Scheduler:
         store = self.memory.behind.store
         if store is not None:
             self.memory.behind.finish(timeout)
-            store.flush(timeout)
             store.close()
 
     def stats(self) -> Stats:
@@ -195,6 +194,7 @@ class Scheduler:
             if sequence.lease.restore is None:
                 self._start(sequence, plan)
             else:
+                self._waste(sequence)
                 sequence.plan = plan
                 self._restoring.append(sequence)
 
@@ -218,7 +218,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, plan: Plan) -> None:
         """Everything up to the plan's position is there."""
         request, lease = sequence.request, _leased(sequence)
-        sequence.fed = plan.position
+        sequence.fed, sequence.reach = plan.position, None
         sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
         self.memory.repin(
             lease,
@@ -249,14 +249,20 @@ class Scheduler:
             if plan is None or lease.restore is None or not lease.restore.poll():
                 continue
             self._restoring.remove(sequence)
-            sequence.plan = None
+            size, sequence.plan = lease.restore.size, None
             sequence.reach = self.memory.restored(lease, sequence.tokens)
             if sequence.reach is None:
+                sequence.unused = size
                 self._start(sequence, plan)
             else:
                 self._counts["failed_restores"] += 1
                 sequence.corrupt, sequence.lease = True, None
                 self._waiting.appendleft(sequence)
+
+    def _waste(self, sequence: Sequence) -> None:
+        """What was read for it is of no use to it."""
+        self._counts["restored_unused"] += sequence.unused
+        sequence.unused = 0
 
     def _wait_for_reads(self) -> None:
         """Nothing can be computed before more was read."""
@@ -295,6 +301,7 @@ class Scheduler:
             if sequence.request.background:
                 self._counts["background_tokens"] += count
             sequence.fed += count
+            sequence.unused = 0
             self.memory.advance(_leased(sequence), sequence.tokens, sequence.fed)
             for position, slot, want in taken:
                 if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
@@ -419,6 +426,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._release(sequence)
+        self._waste(sequence)
         self._counts["failed"] += 1
         self._outbox.append(Failed(sequence.request.id, "overloaded", message))
 

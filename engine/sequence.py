@@ -38,6 +38,8 @@ class Sequence:
     plan: Plan | None = None
     reach: int | None = None
     corrupt: bool = False
+    unused: int = 0
+    """Bytes that were read for it and not yet built on."""
     wanted: dict[int, Want] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)

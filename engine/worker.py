@@ -209,10 +209,18 @@ class Worker:
                 self._endpoint.send(connection, [self._scheduler.stats()])
             case Incoming(connection, Admin() as command):
                 work = self._scheduler.admin(command)
-                answer = threading.Thread(target=lambda: self._endpoint.send(connection, [work()]), daemon=True)
-                answer.start()
+                threading.Thread(target=self._answer, args=(connection, command.id, work), daemon=True).start()
             case Incoming(_, Shutdown()):
                 self._stopping = True
+
+    def _answer(self, connection: int, command: str, work: Callable[[], AdminReply]) -> None:
+        try:
+            reply = work()
+        except Exception as error:  # noqa: BLE001 - whoever asked is to learn of it, whatever it was
+            _log.exception("a command failed")
+            reply = AdminReply(command, False, {}, f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the endpoint may have closed in the meantime
+            self._endpoint.send(connection, [reply])
 
     def _send(self, replies: Sequence[Reply]) -> None:
         batches: dict[int, list[Reply]] = {}

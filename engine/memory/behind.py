@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -125,15 +126,18 @@ class WriteBehind:
             self.store.demote(*place(checkpoint.node, checkpoint.position))
 
     def finish(self, timeout: float) -> None:
-        """Hand over all that is left, what must be kept first; where the store has no room, wait for it once."""
+        """Hand over all that is left, what must be kept first, and have it written; where the store has no room, wait
+        for it. What is not done in about ``timeout`` seconds is given up."""
         if self.store is None:
             return
+        until = time.monotonic() + timeout
         for checkpoint in sorted(self._due, key=lambda one: (not one.must_keep, -one.want.priority)):
             self.state(checkpoint)
-            if checkpoint in self._due:
-                self.store.flush(timeout)
+            if checkpoint in self._due and time.monotonic() < until:
+                self.store.flush(until - time.monotonic())
                 self.state(checkpoint)
         self._due.clear()
+        self.store.flush(max(0.0, until - time.monotonic()))
 
 
 def place(node: Node, position: int) -> tuple[bytes, bytes]:

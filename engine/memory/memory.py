@@ -158,7 +158,7 @@ class Memory:
         mine = state.session == lease.session
         tip = mine and state.kind == "tip"
         want = Want(state.kind, state.priority, pinned=mine and state.pinned and not tip, tip=tip)
-        if lease.background:
+        if lease.background or lease.side:
             want = Want(state.kind, state.priority)
         slot = self.reserve_slot(lease, want)
         if slot is not None:

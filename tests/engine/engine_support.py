@@ -112,6 +112,7 @@ class Bench:
     def check(self) -> None:
         """Every page and slot is accounted for exactly once, and none is held when nothing runs."""
         check_memory(self.memory)
+        assert self.stats()["restored_unused"] == 0
         if self.scheduler.idle:
             assert not self.memory.draining
             assert self.memory.pool.held_pages == 0

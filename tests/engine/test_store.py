@@ -319,6 +319,88 @@ def test_divergence_inside_stored_pages(tiny: Callable[..., Path]) -> None:
         assert same_bits(outcome.logits, Bench(tiny(arch)).ask(other, SHORT).logits)
 
 
+def check_lives(directory: Path, seed: int, steps: int) -> None:
+    """Sessions that go on, branch and retry, side and background requests, aborts and restarts, on a device that holds
+    two sessions, over a store that is slow, loses extents and takes nothing at times: always the bits of a cold run."""
+    rng = random.Random(seed)
+    store, whole = FakeStore(), Bench(directory)
+    size = page_bytes(directory)
+
+    def start() -> Bench:
+        room = {"kv_bytes": 20 * size, "checkpoint_bytes": rng.choice((100_000, 400_000)), "max_sequences": 3}
+        return Bench(directory, store, chunk_tokens=rng.choice((30, 100)), **room)
+
+    bench = start()
+    histories = {str(one): prompt(seed * 100 + one, rng.randint(40, 400)) for one in range(4)}
+    asked: dict[str, list[int]] = {}
+    open_: dict[str, str] = {}
+    for step in range(steps):
+        store.delay, store.full = rng.choice((0, 0, 2, 9)), rng.random() < 0.1
+        bench.now += rng.choice((0.0, 1.0, 7.0))
+        action = rng.random()
+        session = rng.choice(sorted(histories))
+        if action < 0.5 and session not in open_:
+            tokens = histories[session]
+            if rng.random() < 0.2:
+                tokens = histories[session] = [*tokens[: rng.randint(1, len(tokens))], *prompt(step, 9)]
+            kind = rng.random()
+            sampling = replace(GREEDY, max_tokens=rng.randint(1, 6))
+            anchors = tuple(
+                Anchor(rng.randint(1, len(tokens)), "user", rng.random(), pinned=rng.random() < 0.5) for _ in range(3)
+            )
+            options = {"side": 0.7 < kind < 0.85, "background": kind > 0.85}
+            if options["background"]:
+                sampling = replace(GREEDY, max_tokens=0)
+            name = bench.submit(tokens, sampling, session=session, anchors=anchors, **options)
+            asked[name], open_[session] = tokens, name
+        elif action < 0.55 and session in open_:
+            bench.scheduler.abort(open_[session])
+        elif action < 0.6 and store.extents:
+            rng.choice(store.extents).lost = True
+        elif action < 0.63:
+            for name in open_.values():
+                bench.scheduler.abort(name)
+            bench.run()
+            bench.scheduler.close(1.0)
+            check(bench, store)
+            store = store.restarted()
+            outcomes = bench.outcomes
+            bench = start()
+            bench.outcomes, bench._number = outcomes, len(outcomes)
+        for _ in range(rng.randint(1, 12)):
+            bench.step()
+        for each, name in list(open_.items()):
+            outcome = bench.outcomes[name]
+            if outcome.done is None and outcome.failed is None:
+                continue
+            del open_[each]
+            if outcome.failed is not None:
+                assert outcome.failed.kind == "overloaded"
+                continue
+            reuse, tokens = outcome.reuse, asked[name]
+            assert reuse.resumed + reuse.replayed + reuse.new == len(tokens)
+            if outcome.logits:
+                cold = whole.ask(tokens, replace(GREEDY, max_tokens=len(outcome.tokens)), namespace=name)
+                assert same_bits(outcome.logits, cold.logits) and outcome.tokens == cold.tokens
+            if len(tokens) < 500:
+                histories[each] = [*tokens, *outcome.tokens, *prompt(step, rng.randint(1, 70))]
+    bench.run()
+    check(bench, store)
+
+
+@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives(tiny: Callable[..., Path], arch: str, seed: int) -> None:
+    check_lives(tiny(arch), seed, 120)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_many_random_lives(tiny: Callable[..., Path], arch: str, seed: int) -> None:
+    check_lives(tiny(arch), seed, 200)
+
+
 # ── background requests ─────────────────────────────────────────────────────────────────────────────────────────
 
 
