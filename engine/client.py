@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 import weakref
 from collections import deque
+from typing import Any
 
 from engine.api import (
     Abort,
+    Admin,
+    AdminAction,
+    AdminReply,
     Admitted,
     Done,
     ErrorKind,
@@ -135,6 +140,7 @@ class EngineClient:
         self._connected = asyncio.Event()
         self._open: dict[str, _Inbox] = {}
         self._stats: deque[asyncio.Future[Stats]] = deque()
+        self._admin: dict[str, asyncio.Future[AdminReply]] = {}
 
     @property
     def info(self) -> ModelInfo | None:
@@ -224,6 +230,19 @@ class EngineClient:
         self._writer.write(encode(GetStats()))
         return await answer
 
+    async def admin(self, action: AdminAction, **arguments: str) -> AdminReply:
+        """Has something done to the worker's store. Raises WorkerUnavailable. Some take as long as reading it all."""
+        if self._writer is None:
+            raise WorkerUnavailable
+        command = Admin(uuid.uuid4().hex, action, arguments)
+        answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+        self._admin[command.id] = answer
+        self._writer.write(encode(command))
+        try:
+            return await answer
+        finally:
+            self._admin.pop(command.id, None)
+
     async def close(self) -> None:
         """Leaves the worker (which aborts our requests) and fails every open stream."""
         receiver, self._receiver = self._receiver, None
@@ -261,6 +280,10 @@ class EngineClient:
                 answer = self._stats.popleft()
                 if not answer.done():
                     answer.set_result(reply)
+            case AdminReply():
+                waiting = self._admin.get(reply.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
             case _:
                 return False
         return True
@@ -274,7 +297,8 @@ class EngineClient:
         streams, self._open = self._open, {}
         for request_id, inbox in streams.items():
             inbox.put(Failed(request_id, "worker_lost", reason))
-        answers, self._stats = self._stats, deque()
+        answers: list[asyncio.Future[Any]] = [*self._stats, *self._admin.values()]
+        self._stats.clear()
         for answer in answers:
             if not answer.done():
                 answer.set_exception(WorkerUnavailable(reason))

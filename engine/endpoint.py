@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from engine.api import Abort, Command, GetStats, ModelInfo, Reply, Request, Shutdown
+from engine.api import Abort, Admin, Command, GetStats, ModelInfo, Reply, Request, Shutdown
 from engine.messages import MessageError, encode, read_message
 
 NOBODY = 0
@@ -93,7 +93,7 @@ class Endpoint:
             writer.write(self._hello)
             while True:
                 message = await read_message(reader)
-                if not isinstance(message, Request | Abort | GetStats | Shutdown):
+                if not isinstance(message, Request | Abort | GetStats | Admin | Shutdown):
                     raise MessageError(f"unexpected {type(message).__name__}")
                 self.inbox.put(Incoming(connection, message))
         except (EOFError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engine.layers.loader import Loader
 from engine.layers.ops import Ops
 from engine.layers.reference import ReferenceOps
 from engine.memory.memory import Memory
+from engine.memory.store import StateStore
 from engine.models.fields import read_config
 from engine.models.model import Progress
 from engine.models.registry import find_architecture
@@ -22,6 +24,9 @@ from engine.runner import Runner
 from engine.weights.errors import BadConfig
 from engine.weights.fingerprint import fingerprint
 from engine.weights.source import Source
+
+OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
+"""Given the fingerprint and the bytes of each component of a page and of a state."""
 
 MAX_CHECKPOINTS = 4096
 """More would make choosing which one gives way slow; only toy models reach it."""
@@ -34,7 +39,7 @@ class Engine:
     memory: Memory
 
 
-def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore | None = None) -> Engine:
     """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served."""
     directory = Path(config.model)
     raw = read_config(directory)
@@ -56,8 +61,18 @@ def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
     live = config.max_sequences
     runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
+    store = None
+    if open_store is not None:
+        progress("store", 0, 1)
+        store = open_store(identity, manifest.page_components(source.dtype), manifest.state_components)
     memory = Memory(
-        runner, identity, pages=pages, live=live, checkpoints=checkpoints, recurrent=bool(manifest.recurrent)
+        runner,
+        identity,
+        pages=pages,
+        live=live,
+        checkpoints=checkpoints,
+        recurrent=bool(manifest.recurrent),
+        store=store,
     )
     info = ModelInfo(
         path=str(directory),

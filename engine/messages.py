@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.api import (
     Abort,
+    Admin,
+    AdminReply,
     Admitted,
     Command,
     Done,
@@ -68,6 +70,7 @@ _MESSAGES: dict[str, type] = {
     "request": Request,
     "abort": Abort,
     "get_stats": GetStats,
+    "admin": Admin,
     "shutdown": Shutdown,
     "admitted": Admitted,
     "tokens": Tokens,
@@ -75,6 +78,7 @@ _MESSAGES: dict[str, type] = {
     "failed": Failed,
     "model_info": ModelInfo,
     "stats": Stats,
+    "admin_reply": AdminReply,
 }
 _STATUSES: dict[str, type] = {"loading": Loading, "ready": Ready, "load_failed": LoadFailed}
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 from engine.api import PAGE, FinishReason, Request, Reuse
 from engine.memory.memory import Lease
+from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.sampling import Sampler
 
 TIP = Want("tip", 60.0, tip=True)
 """Where a turn ended: the next turn most likely goes on here."""
+AHEAD = Want("ahead", 60.0)
+"""What a background request computed: a coming prompt may go on here."""
 BRANCH = Want("branch", 40.0)
 """Where a prompt left what was computed before: others may leave it there too."""
 
@@ -19,7 +22,9 @@ BRANCH = Want("branch", 40.0)
 @dataclass(eq=False)
 class Sequence:
     """``tokens``: prompt and sampled; the first ``fed`` of them are in the state. ``wanted``: checkpoints to take in
-    prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot)."""
+    prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot). ``plan``:
+    what it waits for while it is restored. ``reach``: how far the next plan may go, after a restore that failed
+    (``corrupt``: one did)."""
 
     request: Request
     order: int
@@ -30,6 +35,11 @@ class Sequence:
     fed: int = 0
     lease: Lease | None = None
     reuse: Reuse | None = None
+    plan: Plan | None = None
+    reach: int | None = None
+    corrupt: bool = False
+    unused: int = 0
+    """Bytes that were read for it and not yet built on."""
     wanted: dict[int, Want] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)

@@ -23,29 +23,41 @@ from engine.memory.states import Checkpoint
 @dataclass(eq=False, slots=True)
 class Node:
     """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
-    ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``: those on the pages after this
-    one, by their tokens there. ``children``: sorted by their tokens. ``side``: left by a side request."""
+    ``start``: tokens before it. ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``:
+    those on the pages after this one, by their tokens there. ``children``: sorted by their tokens. ``side``: left by a
+    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store was given it."""
 
     parent: Node | None
     tokens: bytes
     page: int
     key: bytes | None
+    start: int
     used: int
     side: bool
+    background: bool = False
+    saved: bool = False
     children: list[Node] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     tails: dict[bytes, Checkpoint] = field(default_factory=dict)
 
 
 class PageIndex:
-    """``evicted`` counts pages given up for others, ``on_drop`` hears of checkpoints that go with their page."""
+    """``evicted`` counts pages given up for others; ``on_evict`` hears of a page before it goes, ``on_drop`` of
+    checkpoints that go with their page."""
 
-    def __init__(self, pool: PagePool, recurrent: bool, on_drop: Callable[[Checkpoint], None]) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        recurrent: bool,
+        on_evict: Callable[[Node], None],
+        on_drop: Callable[[Checkpoint], None],
+    ) -> None:
         self.evicted = 0
         self.clock = 0
         self.pages = 0
         self._pool = pool
         self._recurrent = recurrent
+        self._on_evict = on_evict
         self._on_drop = on_drop
         self._by_key: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
@@ -53,7 +65,7 @@ class PageIndex:
 
     def root(self, key: bytes) -> Node:
         """The node before the first page of a namespace; remembered while it has pages."""
-        return self._roots.get(key) or Node(None, b"", -1, key, 0, False)
+        return self._roots.get(key) or Node(None, b"", -1, key, -PAGE, 0, False)
 
     def find(self, parent: Node, page: bytes) -> Node | None:
         """The full page after ``parent`` with exactly these tokens; its key alone is not trusted."""
@@ -78,7 +90,7 @@ class PageIndex:
         if node is None and shorter is not None and tokens.startswith(shorter.tokens):
             node = self._extend(shorter, tokens, page, key)
         if node is None:
-            node = Node(parent, tokens, page, key, self.clock, side)
+            node = Node(parent, tokens, page, key, parent.start + PAGE, self.clock, side)
             self._pool.keep(page)
             self.pages += 1
             parent.children.insert(at, node)
@@ -137,9 +149,18 @@ class PageIndex:
         )
         if victim is None:
             return False
+        self._on_evict(victim)
         self.remove(victim)
         self.evicted += 1
         return True
+
+    def clear(self, *, useless: bool = False) -> None:
+        """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs."""
+        while free := [
+            leaf for leaf in self._leaves if not self._pool.held(leaf.page) and not (useless and leaf.checkpoints)
+        ]:
+            for leaf in free:
+                self.remove(leaf)
 
     def remove(self, node: Node) -> None:
         """Drop a leaf, and the checkpoints on it that no other page holds."""
@@ -169,11 +190,12 @@ class PageIndex:
             yield node
             stack.extend(node.children)
 
-    def _value(self, leaf: Node) -> tuple[bool, bool, bool, int]:
-        """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from."""
-        pinned = any(one.want.pinned or one.want.tip for one in leaf.checkpoints.values())
+    def _value(self, leaf: Node) -> tuple[bool, bool, bool, bool, int]:
+        """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from; what the store
+        has is cheap to lose."""
+        pinned = any(one.must_keep for one in leaf.checkpoints.values())
         useless = self._recurrent and not leaf.checkpoints
-        return not leaf.side, not useless, pinned, leaf.used
+        return not leaf.side, not useless, pinned, not leaf.saved, leaf.used
 
     def _extend(self, node: Node, tokens: bytes, page: int, key: bytes | None) -> Node:
         """A partial page that goes on: same node, more tokens."""
@@ -181,7 +203,7 @@ class PageIndex:
             self._pool.keep(page)
             self._pool.drop(node.page)
             node.page = page
-        node.tokens, node.key = tokens, key
+        node.tokens, node.key, node.saved = tokens, key, False
         if key is not None:
             self._by_key[key] = node
         return node

@@ -45,6 +45,10 @@ class Checkpoint:
     node: Node = field(repr=False)
     superseded: bool = False
 
+    @property
+    def must_keep(self) -> bool:
+        return self.want.pinned or self.want.tip
+
 
 class Checkpoints:
     """The checkpoint slots. ``evicted`` counts those that gave way to others."""
@@ -62,10 +66,11 @@ class Checkpoints:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, want: Want, now: int, *, side: bool) -> int | None:
+    def take(self, want: Want, now: int, *, side: bool, background: bool = False) -> int | None:
         """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
 
-        ``now`` counts admissions. Side requests displace nothing but what side requests left."""
+        ``now`` counts admissions. Side requests displace nothing but what side requests left, background requests
+        nothing that is alive."""
         if self._free:
             return self._free.pop()
         candidates = [one for one in self.all if one.side] if side else list(self.all)
@@ -74,7 +79,10 @@ class Checkpoints:
         alive = self._alive()
         least = min(_value(one, alive, now) for one in candidates)
         pinned = want.pinned or want.tip
-        if not side and least[:4] > (pinned, True, True, 0.0 if pinned else want.priority):
+        worth = (pinned, True, True, 0.0 if pinned else want.priority)
+        if background:
+            worth = (False, True, False, 0.0)
+        if not side and least[:4] > worth:
             return None
         victim = min(
             (one for one in candidates if _value(one, alive, now) == least),
@@ -89,16 +97,20 @@ class Checkpoints:
         """Return a slot that was taken and not used."""
         self._free.append(slot)
 
-    def add(self, checkpoint: Checkpoint, supersedes: Callable[[Checkpoint], bool]) -> None:
-        """``supersedes``: whether the new one lies further along the same branch than an older tip."""
+    def add(self, checkpoint: Checkpoint, supersedes: Callable[[Checkpoint], bool]) -> Checkpoint | None:
+        """``supersedes``: whether the new one lies further along the same branch than an older tip. Returns the
+        session's tip so far, if it is none any more."""
         self.all.add(checkpoint)
-        if checkpoint.want.tip and not checkpoint.side:
-            old = self._sessions.get(checkpoint.session)
-            if old is not None and old in self.all and old is not checkpoint:
-                old.want = replace(old.want, tip=False)
-                old.superseded = supersedes(old)
-            self._sessions[checkpoint.session] = checkpoint
-            self.touch(checkpoint.session)
+        if not checkpoint.want.tip or checkpoint.side:
+            return None
+        old = self._sessions.get(checkpoint.session)
+        self._sessions[checkpoint.session] = checkpoint
+        self.touch(checkpoint.session)
+        if old is None or old not in self.all or old is checkpoint:
+            return None
+        old.want = replace(old.want, tip=False)
+        old.superseded = supersedes(old)
+        return old
 
     def touch(self, session: str) -> None:
         """Note that a session is active."""
