@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 import httpx
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
 
 
 class ChildServerError(RuntimeError):
@@ -24,7 +24,8 @@ class ChildServerError(RuntimeError):
 class ChildServer:
     """``ft serve`` with ``arguments`` on a free loopback port, ready when the ``with`` block begins.
 
-    ``directory`` gets its log and its ready file. ``ready_seconds`` covers building the embedded model on first use.
+    ``directory`` gets its log, its ready file and its store, which a later one in the same folder finds again.
+    ``ready_seconds`` covers building the embedded model on first use.
     """
 
     def __init__(self, arguments: Sequence[str], directory: Path, ready_seconds: float = 600.0) -> None:
@@ -34,10 +35,11 @@ class ChildServer:
         self._ready_seconds = ready_seconds
         self._command = [
             *(sys.executable, "-P", "-m", "launchers.cli", "serve"),
-            *("--port", "0", "--ready-file", str(self._ready), *arguments),
+            *("--port", "0", "--ready-file", str(self._ready), "--store", str(directory / "store"), *arguments),
         ]
 
     def __enter__(self) -> Self:
+        self._ready.unlink(missing_ok=True)  # of one that was killed
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
@@ -52,6 +54,11 @@ class ChildServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self._process.pid
 
     @property
     def worker_pid(self) -> int:

@@ -24,7 +24,8 @@ MAX_FAILED_LOADS = 3
 """A worker that dies this often in a row before it is ready is not started again."""
 STEADY_SECONDS = 60.0
 """A worker that lived this long is restarted at once when it dies."""
-STOP_SECONDS = 5.0
+STOP_SECONDS = 20.0
+"""More than a worker takes to write what its store must keep, and to end by itself when it cannot."""
 _STATUS_LIMIT = 1 << 20
 
 

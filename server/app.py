@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors
+from server import control, endpoint, errors, upkeep
 from server.auth import Guard
 from server.errors import ApiError
 from server.protocols import chat
@@ -62,7 +62,24 @@ def create_app(state: ServerState) -> Starlette:
         return JSONResponse(control.sessions(state))
 
     async def session(request: Request) -> Response:
-        return control.session(state, request)
+        if request.method == "DELETE":
+            return await upkeep.forget(state, request)
+        return JSONResponse(control.session(state, request))
+
+    async def pin(request: Request) -> Response:
+        return await upkeep.pin(state, request, request.url.path.endswith("/pin"))
+
+    async def export(request: Request) -> Response:
+        return upkeep.export(state, request)
+
+    async def take_in(request: Request) -> Response:
+        return await upkeep.take_in(state, request)
+
+    async def store(request: Request) -> Response:
+        return await upkeep.store(state)
+
+    async def tend_store(request: Request) -> Response:
+        return await upkeep.tend_store(state, request)
 
     async def fail(request: Request, error: Exception) -> Response:
         state.counters.errors += 1
@@ -94,7 +111,13 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
             Route("/v1/sessions", sessions),
+            Route("/v1/sessions/import", take_in, methods=["POST"]),
             Route("/v1/sessions/{id}", session, methods=["GET", "DELETE"]),
+            Route("/v1/sessions/{id}/export", export),
+            Route("/v1/sessions/{id}/pin", pin, methods=["POST"]),
+            Route("/v1/sessions/{id}/unpin", pin, methods=["POST"]),
+            Route("/v1/store", store),
+            Route("/v1/store/{action}", tend_store, methods=["POST"]),
             Route("/v1/stats", stats),
             Route("/health", health),
         ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -36,6 +38,7 @@ class ServerSettings(BaseModel):
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
     idle_prefill: bool = True
     idle_seconds: float = Field(default=0.5, gt=0)
+    store: Path | None = None
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
