@@ -223,6 +223,18 @@ class Shutdown:
     pass
 
 
+@dataclass(frozen=True)
+class Ping:
+    """Answered at once with ``Pong`` by the worker's thread for the socket, whatever the engine is doing."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """``step_seconds``: how long the engine has been in its current step; 0.0 between steps."""
+
+    step_seconds: float
+
+
 Command = Request | Abort | GetStats | Admin | Shutdown
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 import weakref
 from collections import deque
@@ -20,6 +21,8 @@ from engine.api import (
     Failed,
     GetStats,
     ModelInfo,
+    Ping,
+    Pong,
     Request,
     Stats,
     Tokens,
@@ -138,9 +141,13 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
+        """Set while there is a worker, and for good once there will be none."""
+        self._closed = False
         self._open: dict[str, _Inbox] = {}
-        self._stats: deque[asyncio.Future[Stats]] = deque()
+        self._stats: asyncio.Future[Stats] | None = None
+        self._pong: asyncio.Future[Pong] | None = None
         self._admin: dict[str, asyncio.Future[AdminReply]] = {}
+        self._pinged = self._step_seconds = 0.0
 
     @property
     def info(self) -> ModelInfo | None:
@@ -151,6 +158,13 @@ class EngineClient:
     def open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the worker has shown no progress: its socket silent since the last ping, or its engine in one
+        step when it answered that; 0.0 without a worker."""
+        silent = time.monotonic() - self._pinged if self._pong is not None else 0.0
+        return max(silent, self._step_seconds)
 
     async def connect(self, path: str) -> ModelInfo:
         """Connects to the worker that listens on the unix socket ``path``. Raises WorkerUnavailable."""
@@ -181,7 +195,7 @@ class EngineClient:
         except TimeoutError as error:
             raise WorkerUnavailable(f"no worker came up within {timeout:g} s") from error
         if self._info is None:
-            raise WorkerUnavailable
+            raise WorkerUnavailable("the server is shutting down" if self._closed else "no worker is running")
         return self._info
 
     async def disconnected(self) -> None:
@@ -221,14 +235,30 @@ class EngineClient:
             inbox.items.clear()
             self.abort(request_id)
 
-    async def stats(self) -> Stats:
-        """The worker's counters. Raises WorkerUnavailable. The worker answers between two steps."""
+    async def stats(self, timeout: float = 5.0) -> Stats:
+        """The worker's counters. The worker answers between two steps. Raises WorkerUnavailable, also when there is no
+        answer within ``timeout`` seconds. Who asks while an answer is due gets that one."""
         if self._writer is None:
             raise WorkerUnavailable
-        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
-        self._stats.append(answer)
-        self._writer.write(encode(GetStats()))
-        return await answer
+        if self._stats is None:
+            self._stats = asyncio.get_running_loop().create_future()
+            self._writer.write(encode(GetStats()))
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(self._stats)
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"the worker did not answer within {timeout:g} s") from error
+
+    async def ping(self) -> Pong:
+        """Whether the worker's process runs at all; it answers in the middle of a step too. Waits for the answer, of
+        which only one is ever due. Raises WorkerUnavailable."""
+        if self._writer is None:
+            raise WorkerUnavailable
+        if self._pong is None:
+            self._pong = asyncio.get_running_loop().create_future()
+            self._pinged = time.monotonic()
+            self._writer.write(encode(Ping()))
+        return await asyncio.shield(self._pong)
 
     async def admin(self, action: AdminAction, **arguments: str) -> AdminReply:
         """Has something done to the worker's store. Raises WorkerUnavailable. Some take as long as reading it all."""
@@ -244,7 +274,8 @@ class EngineClient:
             self._admin.pop(command.id, None)
 
     async def close(self) -> None:
-        """Leaves the worker (which aborts our requests) and fails every open stream."""
+        """Leaves the worker (which aborts our requests), fails every open stream, and lets nobody wait for another."""
+        self._closed = True
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.cancel()
@@ -276,10 +307,12 @@ class EngineClient:
                 inbox.put(reply)
                 if inbox.ended:
                     del self._open[reply.id]
-            case Stats() if self._stats:
-                answer = self._stats.popleft()
-                if not answer.done():
-                    answer.set_result(reply)
+            case Stats() if self._stats is not None:
+                self._stats.set_result(reply)
+                self._stats = None
+            case Pong() if self._pong is not None:
+                self._pong.set_result(reply)
+                self._pong, self._step_seconds = None, reply.step_seconds
             case AdminReply():
                 waiting = self._admin.get(reply.id)
                 if waiting is not None and not waiting.done():
@@ -290,6 +323,8 @@ class EngineClient:
 
     def _disconnect(self, reason: str) -> None:
         self._connected.clear()
+        if self._closed:
+            self._connected.set()
         self._info = None
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -297,8 +332,10 @@ class EngineClient:
         streams, self._open = self._open, {}
         for request_id, inbox in streams.items():
             inbox.put(Failed(request_id, "worker_lost", reason))
-        answers: list[asyncio.Future[Any]] = [*self._stats, *self._admin.values()]
-        self._stats.clear()
+        answers: list[asyncio.Future[Any] | None] = [self._stats, self._pong, *self._admin.values()]
         for answer in answers:
-            if not answer.done():
+            if answer is not None and not answer.done():
                 answer.set_exception(WorkerUnavailable(reason))
+                answer.exception()  # seen, even if nobody waits any more
+        self._stats = self._pong = None
+        self._step_seconds = 0.0

@@ -8,12 +8,13 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from engine.api import Abort, Admin, Command, GetStats, ModelInfo, Reply, Request, Shutdown
+from engine.api import Abort, Admin, Command, GetStats, ModelInfo, Ping, Pong, Reply, Request, Shutdown
 from engine.messages import MessageError, encode, read_message
 
 NOBODY = 0
@@ -42,12 +43,14 @@ class Endpoint:
     """Listens on a unix socket (0600) for one client at a time; a new connection replaces the one before.
 
     ``inbox`` is the only way from this thread to the engine's. Replies go the other way through ``send``; what the
-    client does not read at once is buffered here, bounded by what the open requests may produce.
+    client does not read at once is buffered here, bounded by what the open requests may produce. ``step_began`` is the
+    engine's heartbeat: the monotonic time at which its current step began, None between steps.
     """
 
     def __init__(self, path: Path, info: ModelInfo) -> None:
         """Binds and listens; raises OSError. Connections are served from ``start`` on."""
         self.inbox: SimpleQueue[Incoming | Gone] = SimpleQueue()
+        self.step_began: float | None = None
         self._path = path
         self._hello = encode(info)
         self._loop = asyncio.new_event_loop()
@@ -93,6 +96,10 @@ class Endpoint:
             writer.write(self._hello)
             while True:
                 message = await read_message(reader)
+                if isinstance(message, Ping):
+                    began = self.step_began
+                    writer.write(encode(Pong(0.0 if began is None else time.monotonic() - began)))
+                    continue
                 if not isinstance(message, Request | Abort | GetStats | Admin | Shutdown):
                     raise MessageError(f"unexpected {type(message).__name__}")
                 self.inbox.put(Incoming(connection, message))

@@ -23,6 +23,8 @@ from engine.api import (
     Failed,
     GetStats,
     ModelInfo,
+    Ping,
+    Pong,
     Reply,
     Request,
     Shutdown,
@@ -59,7 +61,7 @@ class LoadFailed:
 
 
 Status = Loading | Ready | LoadFailed
-Message = Command | Reply
+Message = Command | Reply | Ping | Pong
 
 
 class MessageError(ValueError):
@@ -79,6 +81,8 @@ _MESSAGES: dict[str, type] = {
     "model_info": ModelInfo,
     "stats": Stats,
     "admin_reply": AdminReply,
+    "ping": Ping,
+    "pong": Pong,
 }
 _STATUSES: dict[str, type] = {"loading": Loading, "ready": Ready, "load_failed": LoadFailed}
 

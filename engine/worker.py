@@ -169,7 +169,9 @@ class Worker:
                 self._take(wait=self._scheduler.idle and not stepped)
                 if self._stopping:
                     return 0
+                self._endpoint.step_began = time.monotonic()
                 stepped = self._scheduler.step()
+                self._endpoint.step_began = None
                 self._send(stepped)
         except Exception:  # noqa: BLE001 - whatever it was, this engine's state can no longer be trusted
             _log.exception("the engine failed; this worker ends")

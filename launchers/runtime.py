@@ -71,7 +71,9 @@ def claim_port(host: str, port: int, root: Path) -> Iterator[Claim]:
         worker_socket = _private(root) / f"{port}.sock"
         if len(os.fsencode(worker_socket)) > MAX_SOCKET_PATH:
             raise ServeError(f"{root} is too long a path for a socket: name a shorter --runtime-dir")
-        lock = _lock(root, port)
+        with _alone(root):
+            _sweep(root)
+            lock = _lock(root, port)
         try:
             yield Claim(listener, host, port, worker_socket)
         finally:
@@ -149,6 +151,29 @@ def _lock(root: Path, port: int) -> int:
             os.write(descriptor, str(os.getpid()).encode())
             return descriptor
         os.close(descriptor)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Keeps out other servers that start at the same time: looking at a lock takes it for a moment."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(root: Path) -> None:
+    """Removes what servers that were killed left behind: locks that nobody holds, and their sockets."""
+    for path in root.glob("*.lock"):
+        try:
+            with path.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.with_suffix(".sock").unlink(missing_ok=True)
+                path.unlink()
+        except OSError:  # somebody holds it, or has just removed it
+            continue
 
 
 def _holder(root: Path, port: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.api import ModelInfo
 from engine.client import EngineClient
@@ -90,9 +91,10 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
         )
     script = _load_script(settings.script)
     with contextlib.ExitStack() as stack:
-        claim = stack.enter_context(
-            claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root())
-        )
+        claim = stack.enter_context(claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root()))
+        if settings.ready_file is not None:
+            with contextlib.suppress(OSError):  # no file, or no place for one: that is told when it is written
+                settings.ready_file.unlink()  # a server that was killed may have left it
         persist = _open_persist(settings.store, settings.store_key_file)
         if persist is not None:
             stack.callback(persist.close)
@@ -110,6 +112,8 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             create_app(state),
             log_level="warning",
             access_log=False,
+            http=_Http,
+            ws="none",
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
@@ -143,7 +147,15 @@ async def _supervise(
         elif not first.done():
             first.set_result(info)
 
-    supervisor = Supervisor(worker_command, settings.engine(model), claim.worker_socket, client, display, started)
+    supervisor = Supervisor(
+        worker_command,
+        settings.engine(model),
+        claim.worker_socket,
+        client,
+        display,
+        started,
+        settings.worker_silence_seconds,
+    )
     supervising = asyncio.create_task(supervisor.run(), name="supervisor")
     serving: asyncio.Task[None] | None = None
     try:
@@ -171,6 +183,13 @@ async def _first_of(*awaited: asyncio.Future[Any]) -> None:
     done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
     for future in done:
         future.result()
+
+
+class _Http(H11Protocol):
+    """Upgrades are answered by the application, as a client's normal question; they are nothing to warn about."""
+
+    def _unsupported_upgrade_warning(self) -> None:
+        pass
 
 
 class _Api(uvicorn.Server):

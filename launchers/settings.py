@@ -17,8 +17,9 @@ class ServeSettings(BaseModel):
     """``model`` None serves the embedded model, kept under ``cache`` (None: the user's cache folder). ``port`` 0 takes
     a free one. ``ready_file`` is written once requests are answered: JSON with ``url``, ``pid`` and ``worker_pid``.
     ``runtime_dir`` holds the socket and the lock of a running server (None: the user's runtime folder).
-    ``max_output_tokens`` 0: whatever the context leaves. ``store`` None keeps nothing beyond the life of the server;
-    else it is the folder of state (the worker's) and sessions (the API process's). The remaining fields are those of
+    ``max_output_tokens`` 0: whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
+    answered for so long is replaced. ``store`` None keeps nothing beyond the life of the server; else it is the folder
+    of state (the worker's) and sessions (the API process's). The remaining fields are those of
     ``engine.api.EngineConfig`` and of its ``StoreSettings``.
     """
 
@@ -37,6 +38,7 @@ class ServeSettings(BaseModel):
     max_output_tokens: int = Field(default=0, ge=0)
     max_sessions: int = Field(default=1000, gt=0)
     keepalive_seconds: float = Field(default=15.0, gt=0, le=15.0)
+    worker_silence_seconds: float = Field(default=30.0, gt=0)
     idle_prefill: bool = True
 
     store: Path | None = None

@@ -24,6 +24,12 @@ MAX_FAILED_LOADS = 3
 """A worker that dies this often in a row before it is ready is not started again."""
 STEADY_SECONDS = 60.0
 """A worker that lived this long is restarted at once when it dies."""
+SILENCE_SECONDS = 30.0
+"""A worker that answers no ping for this long is killed. Its answers do not wait for the engine's steps."""
+PINGS = 6
+"""So many must go unanswered, one after the other: a stop of our own process costs one of them, not the worker."""
+MAX_BACKOFF_SECONDS = 8.0
+"""Well below the time that requests wait for a worker."""
 STOP_SECONDS = 20.0
 """More than a worker takes to write what its store must keep, and to end by itself when it cannot."""
 _STATUS_LIMIT = 1 << 20
@@ -40,12 +46,14 @@ class Supervisor:
         client: EngineClient,
         display: Display,
         started: Callable[[ModelInfo, int], None],
+        silence: float = SILENCE_SECONDS,
     ) -> None:
         self._command = [*command, "--socket", str(socket), "--config", config_to_json(config)]
         self._socket = socket
         self._client = client
         self._display = display
         self._started = started
+        self._silence = silence
 
     async def run(self) -> None:
         """Runs workers, one after the other, until cancelled. Raises ServeError when that is hopeless."""
@@ -60,7 +68,9 @@ class Supervisor:
                 else:
                     began = time.monotonic()
                     self._started(info, worker.pid)
+                    watching = asyncio.create_task(self._watch(worker), name="worker watch")
                     await self._client.disconnected()
+                    watching.cancel()
             if problem:
                 failed_loads += 1
                 if failed_loads == MAX_FAILED_LOADS:
@@ -73,6 +83,24 @@ class Supervisor:
                 problem = f"the worker {_how(worker)}"
             self._display.note(f"{problem}; starting a new one{f' in {delay:g} s' if delay else ''}")
             await asyncio.sleep(delay)
+
+    async def _watch(self, worker: Process) -> None:
+        """Kills the worker once it has been silent for too long."""
+        missed = 0
+        while missed < PINGS:
+            try:
+                async with asyncio.timeout(self._silence / PINGS):
+                    await self._client.ping()
+            except TimeoutError:
+                missed += 1
+            except WorkerUnavailable:
+                return
+            else:
+                missed = 0
+                await asyncio.sleep(self._silence / PINGS)
+        self._display.note(f"the worker has not answered for {self._silence:g} s; killing it")
+        with suppress(ProcessLookupError):
+            worker.kill()
 
     async def _load(self, worker: Process) -> ModelInfo:
         """Follows the load to its end. Raises ServeError for a model that cannot be served, WorkerUnavailable when the
@@ -92,8 +120,8 @@ class Supervisor:
 
 
 def backoff(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: none, then 0.5, 1, 2, ... at most 30."""
-    return min(30.0, 0.5 * 2.0 ** min(failures - 1, 10)) if failures > 0 else 0.0
+    """Seconds to wait after so many failures in a row: none, then 0.5, 1, 2, 4, and always 8."""
+    return min(MAX_BACKOFF_SECONDS, 0.5 * 2.0 ** min(failures - 1, 10)) if failures > 0 else 0.0
 
 
 @asynccontextmanager

@@ -14,11 +14,15 @@ from typing import Any
 
 from parsers.events import Event, Tolerated, ToolArgsDelta, ToolCallStart
 from parsers.format import JsonCall, Tagged
-from parsers.schema import is_json_object, json_of, property_types, quoted
+from parsers.schema import is_json_object, json_of, property_types, quoted, well_formed
 from parsers.source import Cut, Emit, Source, Step, Stops
 
 _NAME_LIMIT = 256
 _SCALAR_END = re.compile(r"[,}\]\s]|[\ud800-\udfff]")
+_SURROGATE = re.compile(r"u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})")
+_OPEN_ESCAPE = re.compile(  # what may still become a surrogate, or half a pair that may still become whole
+    r"|u|u[dD]([89a-fA-F][0-9a-fA-F]?)?|u[dD][89abAB][0-9a-fA-F]{2}(\\(u([dD]([c-fC-F][0-9a-fA-F]?)?)?)?)?"
+)
 _RAW_CONTROL = {code: f"\\u{code:04x}" for code in range(0x20)} | {10: "\\n", 13: "\\r", 9: "\\t"}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -59,14 +63,14 @@ class Call:
         self._tools, self._emit, self._begin = tools, emit, begin
         self._guarded = bool(rules)
         self._tolerated = dict.fromkeys(rules)
-        self._types: dict[str, frozenset[str]] = {}
+        self._parameters: Mapping[str, Any] = {}
 
     def announce(self, name: str) -> None:
         """Raises Malformed when this is no call after all."""
         if self._guarded and name not in self._tools:
             raise Malformed
         self.announced = True
-        self._types = property_types(self._tools.get(name, {}))
+        self._parameters = self._tools.get(name, {})
         self._begin()
         self._emit(ToolCallStart(self.index, name))
         for rule in self._tolerated:
@@ -78,7 +82,7 @@ class Call:
 
     def types(self, key: str) -> frozenset[str] | None:
         """What the schema allows for a key; None if it is not declared."""
-        return self._types.get(key)
+        return property_types(self._parameters, key)
 
     def tolerate(self, rule: str) -> None:
         """Counted once per call, and only if it turns out to be one."""
@@ -324,7 +328,7 @@ class JsonReader:
         """Arguments that could not be streamed: absent, before the name, or an object encoded once more as a string."""
         encoded = arguments.startswith('"')
         if encoded:
-            arguments = decode_string(arguments) or ""
+            arguments = well_formed(decode_string(arguments) or "")
         elif arguments == "null":
             arguments = "{}"
         if not is_json_object(arguments):
@@ -358,12 +362,24 @@ class JsonReader:
                 raise Cut
             if stop in self._fence.ends:
                 raise Interrupted(stop)
-            emit(stop)
             if stop == '"':
+                emit(stop)
                 return
-            if not (yield from source.peek()):
+            emit(stop + call.text_of((yield from self._escape(source))))
+
+    @staticmethod
+    def _escape(source: Source) -> Step[str]:
+        """What stands behind a backslash: a character, or a whole surrogate pair; half a pair becomes U+FFFD, because
+        no client could write it again. Raises Cut."""
+        while _OPEN_ESCAPE.fullmatch(source.buffer):
+            if source.ended:
                 raise Cut
-            emit(call.text_of(source.advance(1)))
+            yield
+        pair = _SURROGATE.match(source.buffer)
+        if pair is None:
+            return source.advance(1)
+        text = source.advance(pair.end())
+        return text if pair[1] else "ufffd"
 
     def _value(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         """Exactly one JSON value, verbatim."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from parsers.conversation import Block, Conversation, Tool
+from parsers.conversation import Block, Conversation, Text, Tool, ToolOutput
 from parsers.events import BoundaryKind
 from parsers.families.registry import FORMATS
 from parsers.format import Format
@@ -45,6 +45,14 @@ class Family:
         """The prompt for the next assistant turn. ``prefix_ok``: pieces of earlier prompts keep their tokens without
         being encoded anew (the result is the same). Raises RenderError."""
         return self._renderer.render(conversation, thinking=thinking, remember=prefix_ok)
+
+    def least_tokens(self, conversation: Conversation) -> int:
+        """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone."""
+        blocks = (block for turn in conversation.turns for block in turn.blocks)
+        texts = (block.text.strip() for block in blocks if isinstance(block, Text | ToolOutput))
+        # Normalising composes at most four code points into three bytes.
+        size = sum(len(text) if text.isascii() else len(text) * 3 // 4 for text in texts)
+        return -(-size // self.tokenizer.longest)
 
     def parser(self, prompt: Prompt, tools: Sequence[Tool]) -> StreamParser:
         """A parser for the turn that answers ``prompt``. Without tools, calls are text and never executed."""

@@ -10,41 +10,57 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-_INTEGER = re.compile(r"-?\d+")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_INTEGER = re.compile(r"-?\d+", re.ASCII)
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _DEPTH = 16
 """How many references and alternatives are followed."""
+_Known = dict[tuple[int, int], frozenset[str]]
+"""Types by (place in the schema, depth left)."""
+_NESTING = 128
+"""As deep as a value may be nested. Readers of JSON give up somewhere: here, in templates and in clients."""
+_ESCAPES = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
 
 
-def property_types(parameters: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """The JSON types that each declared property may have; an empty set where the schema does not say."""
+def property_types(parameters: Mapping[str, Any], key: str) -> frozenset[str] | None:
+    """The JSON types that a declared property may have; an empty set where the schema does not say. None if it is not
+    declared."""
     properties = parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {str(key): frozenset(_types(schema, parameters, _DEPTH)) for key, schema in properties.items()}
+    if not isinstance(properties, Mapping) or key not in properties:
+        return None
+    return _types(properties[key], parameters, _DEPTH, {})
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
+def _types(schema: object, root: Mapping[str, Any], depth: int, known: _Known) -> frozenset[str]:
+    """Each place of the schema is read once per depth, however many references lead there."""
     if not isinstance(schema, Mapping) or depth == 0:
-        return set()
+        return frozenset()
+    found = known.get((id(schema), depth))
+    if found is None:
+        found = known[id(schema), depth] = frozenset(_read(schema, root, depth, known))
+    return found
+
+
+def _read(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: _Known) -> set[str]:
     declared = schema.get("type")
     names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
     found = {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
     for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list | tuple) else ():
-            found |= _types(option, root, depth - 1)
+            found |= _types(option, root, depth - 1, known)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: object = root
         for part in reference[2:].split("/"):
             target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        found |= _types(target, root, depth - 1)
+        found |= _types(target, root, depth - 1, known)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list | tuple):
         found = {_TYPES.get(type(value), "object") for value in values}
@@ -62,12 +78,12 @@ def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:
     text = raw.strip()
     if types is None:
         # Undeclared: JSON when it is JSON and not itself a string, else the text.
-        return (text, False) if text[:1] != '"' and is_json(text) else (quoted(raw), False)
+        return (well_formed(text), False) if text[:1] != '"' and is_json(text) else (quoted(raw), False)
     if "null" in types and text in ("null", "None"):
         return "null", False
     if types & {"object", "array"} and text[:1] in ("{", "["):
         if is_json(text):
-            return text, False
+            return well_formed(text), False
         if (literal := _python_literal(text)) is not None:
             return literal, True
     if "string" in types:
@@ -80,7 +96,7 @@ def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:
     if "number" in types and (number := _finite(text)) is not None:
         return number, False
     if not types and text[:1] != '"' and is_json(text):
-        return text, False
+        return well_formed(text), False
     return quoted(raw), False
 
 
@@ -89,34 +105,63 @@ def quoted(text: str) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Strict JSON: no NaN, no infinities, no depth that a client could not read either."""
+    """Strict JSON: no NaN, no number beyond all floats, no depth that a client could not read either."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite_only)
     except (ValueError, RecursionError):
         return False
-    return True
+    return text.count("[") + text.count("{") <= _NESTING or not too_deep(value)
 
 
 def is_json_object(text: str) -> bool:
     return text.lstrip()[:1] == "{" and is_json(text)
 
 
+def too_deep(value: object) -> bool:
+    """Whether a JSON value is nested deeper than what is passed on."""
+    level = [value]
+    for _ in range(_NESTING):
+        level = [child for one in level for child in _children(one)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
+def well_formed(text: str) -> str:
+    """JSON text without half surrogate pairs in its escapes, which no reader could write again."""
+    return _ESCAPES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if r"\u" in text else text
+
+
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite_only(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
 def _finite(text: str) -> str | None:
     try:
-        value = float(text)
+        value = _finite_only(text)
     except ValueError:
         return None
-    if not math.isfinite(value) or "_" in text:
+    if "_" in text:
         return None
     return text if _NUMBER.fullmatch(text) else json.dumps(value)
 
 
 def _python_literal(text: str) -> str | None:
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        value = ast.literal_eval(text)
+        written = None if too_deep(value) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
+    # Escapes may have spelled surrogate pairs, or halves of them.
+    return written and written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

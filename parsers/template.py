@@ -76,7 +76,15 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools or None, add_generation_prompt=True, enable_thinking=thinking
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise TemplateRefusal(str(error) or type(error).__name__) from error
 
 

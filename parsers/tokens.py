@@ -11,6 +11,7 @@ import codecs
 import hashlib
 import json
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-_MEMO_CHARACTERS = 16_000_000
+_MEMO_BYTES = 64 << 20
 _SURROGATES = re.compile("[\ud800-\udfff]")
 """The renderer's marks: no text has them, since the guard replaces lone surrogates that a client sends."""
 
@@ -32,7 +33,7 @@ class TokenizerError(Exception):
 class Tokenizer:
     """A byte-level tokenizer of a checkpoint (``tokenizer.json``)."""
 
-    def __init__(self, description: dict[str, Any], memo_characters: int = _MEMO_CHARACTERS) -> None:
+    def __init__(self, description: dict[str, Any], memo_bytes: int = _MEMO_BYTES) -> None:
         """Raises TokenizerError."""
         kinds = _decoder_kinds(description.get("decoder"))
         if "ByteLevel" not in kinds:
@@ -60,6 +61,9 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.json is not usable: {error}") from error
         self.identity = hashlib.blake2b(text.encode() + repr(sorted(self.control.items())).encode()).digest()
         """The same for tokenizers that give the same ids."""
+        texts = (text for text in added if text not in control)
+        self.longest = max(map(len, (*vocabulary, *map(str.encode, texts))))
+        """Bytes of the longest token of plain text."""
         self.vocab_size = 1 + max((*self.control.values(), *vocabulary.values()))
         self._control_texts = {token: text for text, token in self.control.items()}
         names = sorted(self.control, key=len, reverse=True)
@@ -67,7 +71,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._letters = _letters()
         self._memo: OrderedDict[str, array[int]] = OrderedDict()
-        self._memo_size, self._memo_limit = 0, memo_characters
+        self._memo_size, self._memo_limit = 0, memo_bytes
         self._lock = Lock()
 
     @classmethod
@@ -110,16 +114,23 @@ class Tokenizer:
                     self._memo.move_to_end(text)
                     return known
         clean = _SURROGATES.sub("\ufffd", text)
-        ids = self._plain.encode(clean, add_special_tokens=False).ids
+        # Only the batch calls let other threads run meanwhile, and this one does not compute offsets.
+        ids = self._plain.encode_batch_fast([clean], add_special_tokens=False)[0].ids
         if remember:
-            with self._lock:
-                if text not in self._memo:
-                    self._memo_size += len(text)
-                self._memo[text] = array("I", ids)
-                while self._memo_size > self._memo_limit:
-                    dropped, _ = self._memo.popitem(last=False)
-                    self._memo_size -= len(dropped)
+            self._remember(text, array("I", ids))
         return ids
+
+    def _remember(self, text: str, ids: array[int]) -> None:
+        """Texts that would displace much of what is remembered are not: they are too rare to come again."""
+        size = _size(text, ids)
+        if size > self._memo_limit // 4:
+            return
+        with self._lock:
+            if text not in self._memo:
+                self._memo_size += size
+            self._memo[text] = ids
+            while self._memo_size > self._memo_limit:
+                self._memo_size -= _size(*self._memo.popitem(last=False))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; none for an id without a token."""
@@ -161,6 +172,11 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def _size(text: str, ids: array[int]) -> int:
+    """Bytes that a remembered piece takes up."""
+    return sys.getsizeof(text) + sys.getsizeof(ids)
 
 
 def _decoder_kinds(decoder: object) -> set[str]:

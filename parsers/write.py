@@ -12,6 +12,7 @@ from typing import Any, Literal
 from parsers.conversation import Block, Text, Thinking, Tool, ToolCall
 from parsers.format import Format, JsonCall, Tagged, ToolsText
 from parsers.guard import Guard
+from parsers.schema import too_deep
 from parsers.stream import FREEFORM_SCHEMA
 
 ThinkingState = Literal["open", "unopened", "closed"]
@@ -69,13 +70,14 @@ def arguments_text(block: ToolCall) -> str:
 
 
 def arguments_mapping(block: ToolCall) -> dict[str, Any]:
-    """The arguments decoded once, order kept. Text that is no JSON object becomes the one string ``input``."""
+    """The arguments decoded once, order kept. Text that is no JSON object, or one that is nested too deeply to be
+    written again, becomes the one string ``input``."""
     text = arguments_text(block)
     try:
         value = json.loads(text, parse_float=_finite)
     except (ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {"input": block.arguments}
+    return value if isinstance(value, dict) and not too_deep(value) else {"input": block.arguments}
 
 
 def _finite(text: str) -> float | str:

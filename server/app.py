@@ -12,12 +12,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from server import control, endpoint, errors, upkeep
 from server.auth import Guard
+from server.dump import Json
 from server.errors import ApiError
 from server.protocols import chat
 from server.protocols.anthropic import ANTHROPIC
@@ -47,24 +48,24 @@ def create_app(state: ServerState) -> Starlette:
         return await endpoint.count(request, state)
 
     async def models(request: Request) -> Response:
-        return JSONResponse(control.models(state, started))
+        return Json(control.models(state, started))
 
     async def model(request: Request) -> Response:
-        return JSONResponse(control.model(state, request.path_params["id"], started))
+        return Json(control.model(state, request.path_params["id"], started))
 
     async def health(request: Request) -> Response:
         return control.health(state)
 
     async def stats(request: Request) -> Response:
-        return JSONResponse(await control.stats(state))
+        return Json(await control.stats(state))
 
     async def sessions(request: Request) -> Response:
-        return JSONResponse(control.sessions(state))
+        return Json(control.sessions(state, request.state.namespace))
 
     async def session(request: Request) -> Response:
         if request.method == "DELETE":
             return await upkeep.forget(state, request)
-        return JSONResponse(control.session(state, request))
+        return Json(control.session(state, request))
 
     async def pin(request: Request) -> Response:
         return await upkeep.pin(state, request, request.url.path.endswith("/pin"))
@@ -100,7 +101,7 @@ def create_app(state: ServerState) -> Starlette:
         _log.info("stopped; %d generations were open", state.counters.open_generations)
 
     decode = state.family.tokenizer.decode
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
@@ -125,6 +126,8 @@ def create_app(state: ServerState) -> Starlette:
         exception_handlers={ApiError: fail, HTTPException: fail, ClientDisconnect: gone, Exception: fail},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a path with a slash too many is unknown, and said to be so in shape
+    return app
 
 
 async def _refuse_upgrade(request: Request) -> Response:
@@ -152,5 +155,5 @@ def _error_response(request: Request, error: Exception) -> Response:
             ours = ApiError("internal", errors.INTERNAL_MESSAGE)
     shape = errors.shape_of(path, request.headers)
     level = logging.WARNING if errors.status(ours, shape) >= 500 else logging.INFO
-    _log.log(level, "%s %s: %d %s", request.method, path, errors.status(ours, shape), ours.message)
+    _log.log(level, "%s %r: %d %r", request.method, path, errors.status(ours, shape), ours.message)
     return errors.response(ours, shape)

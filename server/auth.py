@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from urllib.parse import urlsplit
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,6 +21,8 @@ from server.settings import ServerSettings
 _log = logging.getLogger(__name__)
 _OPEN_PATHS = ("/health",)
 """Answered without a key, so that a supervisor needs none."""
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+"""A name or an address, and a port: what a browser sends, and nothing that only looks like it (``evil@localhost``)."""
 
 
 class Guard:
@@ -40,7 +42,7 @@ class Guard:
             self._check_names(headers)
             namespace = "" if scope["path"] in _OPEN_PATHS else self._namespace(headers)
         except ApiError as error:
-            _log.warning("refused %s %s: %s", scope.get("method", "websocket"), scope["path"], error.message)
+            _log.warning("refused %s %r: %r", scope.get("method", "websocket"), scope["path"], error.message)
             await errors.response(error, errors.shape_of(scope["path"], headers))(scope, receive, send)
             return
         scope.setdefault("state", {})["namespace"] = namespace
@@ -49,11 +51,11 @@ class Guard:
     def _check_names(self, headers: Headers) -> None:
         if not self._hosts:
             return
-        host = _name(f"//{headers.get('host', '')}")
-        if host not in self._hosts:
+        host = headers.get("host", "")
+        if _name(host) not in self._hosts:
             raise ApiError("forbidden", f"the Host header names {host!r}, which is not a name of this server")
         origin = headers.get("origin")
-        if origin is not None and _name(origin) not in self._hosts:
+        if origin is not None and _name(origin.partition("://")[2]) not in self._hosts:
             raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
 
     def _namespace(self, headers: Headers) -> str:
@@ -61,15 +63,16 @@ class Guard:
         if not self._keys:
             return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        offered = _digest(token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
-        known = False
-        for key in self._keys:
-            known |= hmac.compare_digest(key, offered)
-        if not known:
-            raise ApiError(
-                "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            )
-        return offered.hex()[:16]
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        for offered in (_digest(bearer), _digest(headers.get("x-api-key", ""))):
+            known = False
+            for key in self._keys:
+                known |= hmac.compare_digest(key, offered)
+            if known:
+                return offered.hex()[:16]
+        raise ApiError(
+            "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        )
 
 
 def _digest(key: str) -> bytes:
@@ -77,9 +80,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _name(url: str) -> str:
-    """The host name in a URL, lower-case; "" if there is none."""
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+def _name(authority: str) -> str:
+    """The host name in a ``name:port``, lower-case; "" if it is none."""
+    match = _AUTHORITY.fullmatch(authority)
+    return "" if match is None else (match[1] or match[2]).lower()

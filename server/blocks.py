@@ -6,10 +6,11 @@ Wire protocols see blocks with ids, never text that might be a stop string, and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from pydantic_core import from_json
 
 from engine.api import TokenLogprob
 from parsers.conversation import Block, Text, Thinking, ToolCall
@@ -64,6 +65,9 @@ class BlockEnd:
 BlockEvent = BlockStart | BlockDelta | BlockEnd
 StopCause = Literal["", "stop_sequence", "one_call"]
 
+_BROKEN = "{"
+"""The arguments of a call that ended before it had any: clients take no text for no arguments, and would run it."""
+
 
 class Assembler:
     """Turns parser events into block events. ``stopped`` says that nothing more is wanted, and why."""
@@ -84,7 +88,7 @@ class Assembler:
         self.stopped: StopCause = ""
         self.stop_string = ""
         self.calls = 0
-        """Tool calls that ended complete."""
+        """Tool calls that ended, whole or not: once announced, each of them wants an answer."""
         self._new_call_id = new_call_id
         self._new_ticket = new_ticket
         self._stops = StopMatcher(stops)
@@ -123,6 +127,8 @@ class Assembler:
                 case ToolArgsDelta(_, fragment):
                     self._emit(fragment)
                 case ToolCallEnd(_, complete):
+                    if not complete and not self._parts:
+                        self._emit(_BROKEN)
                     self._close(complete)
                     self._logprobs.clear()
                 case Boundary():
@@ -195,7 +201,7 @@ class Assembler:
             case "thinking":
                 self.blocks.append(Thinking(text, start.id))
             case "tool_call":
-                self.calls += complete
+                self.calls += 1
                 self.blocks.append(ToolCall(start.id, start.name, text, start.freeform))
         self._out.append(BlockEnd(start.index, start.kind, text, start.id, start.name, start.freeform, complete))
 
@@ -207,8 +213,8 @@ class Assembler:
 def freeform_input(arguments: str) -> str:
     """A free-form tool's raw input: formats that know only JSON arguments carry it as the one string ``input``."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = from_json(arguments)
+    except ValueError:
         return arguments
     if isinstance(value, dict) and len(value) == 1 and isinstance(text := value.get("input"), str):
         return text

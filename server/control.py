@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from engine.client import EngineError
+from server.dump import Json
 from server.errors import ApiError
 from server.state import ServerState
 from sessions.session import SessionDetail
@@ -50,19 +50,20 @@ def _model(state: ServerState, name: str, started: float) -> dict[str, Any]:
     }
 
 
-def health(state: ServerState) -> JSONResponse:
-    """200 while a worker is connected, else 503; the same fields in both cases."""
+def health(state: ServerState) -> Json:
+    """200 while a worker is connected and makes progress, else 503; the same fields in both cases."""
     info = state.engine.info
-    return JSONResponse(
+    stalled = state.engine.stalled_seconds > state.settings.stalled_seconds
+    return Json(
         {
-            "status": "ok" if info else "no_worker",
-            "worker": "ready" if info else "absent",
+            "status": "no_worker" if info is None else "stalled" if stalled else "ok",
+            "worker": "absent" if info is None else "stalled" if stalled else "ready",
             "incarnation": info.incarnation if info else None,
             "architecture": info.architecture if info else None,
             "model": state.settings.model_name,
             "workers_lost": state.engine.lost,
         },
-        status_code=200 if info else 503,
+        status_code=503 if info is None or stalled else 200,
     )
 
 
@@ -85,8 +86,8 @@ async def stats(state: ServerState) -> dict[str, Any]:
     }
 
 
-def sessions(state: ServerState) -> dict[str, Any]:
-    return {"object": "list", "data": [asdict(summary) for summary in state.sessions.list()]}
+def sessions(state: ServerState, namespace: str) -> dict[str, Any]:
+    return {"object": "list", "data": [asdict(summary) for summary in state.sessions.list(namespace)]}
 
 
 def session(state: ServerState, request: Request) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from anyio import CancelScope
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from server import errors, generate
+from server.dump import Json
 from server.errors import ApiError
 from server.generate import Generation
 from server.protocols import anthropic
 from server.protocols.base import Inbound, WireProtocol
-from server.sse import EventStream, dump
+from server.sse import EventStream
 from server.state import ServerState
 
 _T = TypeVar("_T")
@@ -46,7 +47,7 @@ async def _answer(state: ServerState, inbound: Inbound) -> Response:
         with CancelScope(shield=True):
             await generation.close()
     headers = {**request_headers, **generation.headers}
-    return Response(dump(body), media_type="application/json", headers=headers)
+    return Json(body, headers=headers)
 
 
 async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
@@ -110,7 +111,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def count(request: Request, state: ServerState) -> JSONResponse:
+async def count(request: Request, state: ServerState) -> Json:
     """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
     body = await read_body(request, state.settings.max_body_bytes)
     try:
@@ -119,4 +120,4 @@ async def count(request: Request, state: ServerState) -> JSONResponse:
         raise ApiError.from_validation(error) from error
     check_model(state, meta.model)
     prompt = await generate.render(state, state.sessions.normalise(meta, conversation), thinking)
-    return JSONResponse({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))
+    return Json({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
 
 from engine.api import ErrorKind as EngineErrorKind
+from server.dump import Json
 
 Shape = Literal["anthropic", "openai"]
 ErrorKind = Literal[
@@ -140,12 +140,12 @@ def body(error: ApiError, shape: Shape, request_id: str | None = None) -> dict[s
     }
 
 
-def response(error: ApiError, shape: Shape) -> JSONResponse:
+def response(error: ApiError, shape: Shape) -> Json:
     request_id = new_request_id()
     headers = request_id_headers(request_id)
     if error.retry_after:
         headers["retry-after"] = str(error.retry_after)
-    return JSONResponse(body(error, shape, request_id), status_code=status(error, shape), headers=headers)
+    return Json(body(error, shape, request_id), status_code=status(error, shape), headers=headers)
 
 
 def shape_of(path: str, headers: Mapping[str, str]) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -87,11 +88,23 @@ GenerationEvent = BlockEvent | Progress | Finished
 
 
 async def start(state: ServerState, meta: RequestMeta, conversation: Conversation, options: Options) -> Generation:
-    """Validate, render and submit a request, and wait for the engine's plan, for at most ``admission_seconds``.
+    """Validate, render and submit a request, and wait for the engine's plan, for at most ``admission_seconds``. When
+    the worker is lost before it began with the request, the next one gets it, once.
 
     Raises ApiError. The caller must ``close`` what it gets.
     """
     info = await worker(state)
+    try:
+        return await _start(state, info, meta, conversation, options)
+    except ApiError as error:
+        if error.kind != "unavailable":
+            raise
+    return await _start(state, await worker(state), meta, conversation, options)
+
+
+async def _start(
+    state: ServerState, info: ModelInfo, meta: RequestMeta, conversation: Conversation, options: Options
+) -> Generation:
     visit = state.sessions.begin(meta, conversation, info.incarnation)
     state.idle.interrupt(visit.session_id)
     prompt = await render(state, visit.conversation, options.thinking)
@@ -130,9 +143,15 @@ async def worker(state: ServerState) -> ModelInfo:
 
 
 async def render(state: ServerState, conversation: Conversation, thinking: bool) -> Prompt:
-    """The prompt, rendered off the event loop. Raises ApiError."""
+    """The prompt, rendered off the event loop. What cannot fit the context is refused before it is tokenized. Raises
+    ApiError."""
+    info = state.engine.info
+    most = sys.maxsize if info is None else context_limit(state, info) - 1
 
     def work() -> Prompt:
+        least = state.family.least_tokens(conversation)
+        if least > most:
+            raise ApiError.prompt_too_long(least, most)
         return state.family.render(conversation, thinking=thinking)
 
     try:
@@ -268,7 +287,8 @@ class Generation:
             ending: Literal["stop", "length"] = "length" if done.reason == "length" else "stop"
             events.extend(assembler.feed(self._parser.finish(ending)))
         events.extend(assembler.close(complete=done.reason != "length"))
-        if self._options.closing_text and not any(isinstance(block, Text | ToolCall) for block in assembler.blocks):
+        said = any(isinstance(block, Text | ToolCall) for block in assembler.blocks)
+        if self._options.closing_text and done.reason != "length" and not said:
             self._state.counters.empty_answers += 1
             events.extend(assembler.say(self._options.closing_text))
         self._checkpoints = done.checkpoints

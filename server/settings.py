@@ -15,11 +15,12 @@ class ServerSettings(BaseModel):
     ``context_length`` 0: the worker's own. ``max_output_tokens`` 0: whatever the context leaves; larger wishes of
     clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0:
     none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and ``Origin``
-    headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how
-    long the response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that
-    is being started, ``send_seconds`` how long a client may refuse to read before it is dropped. ``idle_prefill``:
-    compute ahead what the user's next message is expected to continue, once nothing was asked for ``idle_seconds``.
-    The sampling fields are the model's generation defaults, for what a request leaves open.
+    headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how long the
+    response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that is being
+    started, ``send_seconds`` how long a client may refuse to read before it is dropped; a worker without progress for
+    ``stalled_seconds`` is told to be stalled. ``idle_prefill``: compute ahead what the user's next message is expected
+    to continue, once nothing was asked for ``idle_seconds``. ``store``: where the store is, if there is one. The
+    sampling fields are the model's generation defaults, for what a request leaves open.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +34,7 @@ class ServerSettings(BaseModel):
     admission_seconds: float = Field(default=10.0, ge=0)
     worker_seconds: float = Field(default=30.0, ge=0)
     send_seconds: float = Field(default=120.0, gt=0)
+    stalled_seconds: float = Field(default=20.0, gt=0)
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
 
 from anyio import CancelScope
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from server.dump import dump
 from server.errors import INTERNAL_MESSAGE, ApiError
 from server.generate import Generation
 from server.protocols.base import Sse, Writer
@@ -52,7 +51,7 @@ class EventStream(EventSourceResponse):
                 yield frames(frame for event in events for frame in writer.write(event))
         except ApiError as error:
             self._state.counters.errors += 1
-            _log.warning("session=%s: stream ended with an error: %s", generation.session_id, error.message)
+            _log.warning("session=%s: stream ended with an error: %r", generation.session_id, error.message)
             yield frames(writer.failed(error))
         except Exception:  # noqa: BLE001 (the headers are out: a bug, too, must end the stream as the protocol says)
             self._state.counters.errors += 1
@@ -67,11 +66,6 @@ def frames(events: Iterable[Sse]) -> bytes:
     """Wire form of events. A str payload is sent as it is."""
     out = []
     for name, payload in events:
-        data = payload if isinstance(payload, str) else dump(payload)
-        out.append(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n")
-    return "".join(out).encode()
-
-
-def dump(payload: Mapping[str, Any]) -> str:
-    """Compact JSON; newlines in strings are escaped, so it is one line."""
-    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+        data = payload.encode() if isinstance(payload, str) else dump(payload)
+        out.append(b"%sdata: %s\n\n" % (f"event: {name}\n".encode() if name else b"", data))
+    return b"".join(out)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from engine.api import AdminAction, AdminReply
 from engine.client import WorkerUnavailable
 from server.control import found_session
+from server.dump import Json
 from server.endpoint import read_body, read_bytes
 from server.errors import ApiError
 from server.state import ServerState
@@ -24,7 +25,7 @@ async def forget(state: ServerState, request: Request) -> Response:
         reply = await _ask(state, "store_forget", session=session)
         forgotten = float(reply.values.get("forgotten", 0))
     state.sessions.forget(session, request.state.namespace)
-    return JSONResponse({"id": session, "deleted": True, "forgotten": forgotten})
+    return Json({"id": session, "deleted": True, "forgotten": forgotten})
 
 
 async def pin(state: ServerState, request: Request, pinned: bool) -> Response:
@@ -35,7 +36,7 @@ async def pin(state: ServerState, request: Request, pinned: bool) -> Response:
         reply = await _ask(state, "store_pin" if pinned else "store_unpin", session=session)
         checkpoints = float(reply.values.get("checkpoints", 0))
     state.sessions.pin(session, pinned)
-    return JSONResponse({"id": session, "pinned": pinned, "checkpoints": checkpoints})
+    return Json({"id": session, "pinned": pinned, "checkpoints": checkpoints})
 
 
 def export(state: ServerState, request: Request) -> Response:
@@ -50,13 +51,13 @@ async def take_in(state: ServerState, request: Request) -> Response:
         session = state.sessions.import_archive(data.decode(), request.state.namespace)
     except (ArchiveError, UnicodeDecodeError) as error:
         raise ApiError("invalid", f"the session cannot be taken in: {error}") from error
-    return JSONResponse({"id": session})
+    return Json({"id": session})
 
 
 async def store(state: ServerState) -> Response:
     """What the store holds, and what it has counted since the worker's start."""
     reply = await _store(state, "store_stat")
-    return JSONResponse({"directory": str(state.settings.store), **reply.values})
+    return Json({"directory": str(state.settings.store), **reply.values})
 
 
 async def tend_store(state: ServerState, request: Request) -> Response:
@@ -81,11 +82,11 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
     reply = await _store(state, "store_forget")
     sessions = state.sessions.forget_all()
     await _store(state, "store_gc")
-    return JSONResponse({**reply.values, "sessions": sessions})
+    return Json({**reply.values, "sessions": sessions})
 
 
 def _answer(reply: AdminReply) -> Response:
-    return JSONResponse({"ok": reply.ok, **reply.values})
+    return Json({"ok": reply.ok, **reply.values})
 
 
 async def _store(state: ServerState, action: AdminAction) -> AdminReply:

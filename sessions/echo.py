@@ -2,14 +2,17 @@
 
 Clients re-spell what they send back. Accepted: permuted keys, added defaults, other spellings of the same number or
 string, dropped whitespace-only text, trimmed or merged text and thinking, thinking left out altogether, and invalid
-JSON wrapped by Claude Code. Everything else is an edit.
+JSON wrapped by Claude Code. Everything else is an edit, text that changed its place among the calls too: only chat
+clients, which hold a turn's text and its calls apart, put all of it before them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 from parsers.conversation import Block, Text, Thinking, ToolCall
@@ -21,17 +24,21 @@ Schemas = Mapping[str, Mapping[str, Any]]
 WRAPPED_UNITS = 2048
 
 _NO_SCHEMA: Mapping[str, Any] = {}
+_SCHEMAS = 64
+"""As many are read for one value: references may lead anywhere, and in circles."""
 
 
 def same_turn(sent: Sequence[Block], echo: Sequence[Block], schemas: Schemas) -> bool:
-    """Blocks are compared kind by kind: chat clients lose the order between kinds, none loses it within one."""
+    """Thinking is compared by itself: it may be left out, and no client's copy of it says where it stood."""
     echoed_thinking = [block.text for block in echo if isinstance(block, Thinking)]
     sent_thinking = [block.text for block in sent if isinstance(block, Thinking)]
     if any(text.strip() for text in echoed_thinking) and not same_text(sent_thinking, echoed_thinking):
         return False
-    if not same_text(
-        (block.text for block in sent if isinstance(block, Text)),
-        (block.text for block in echo if isinstance(block, Text)),
+    ours, theirs = _texts_by_place(sent), _texts_by_place(echo)
+    before_all_calls = not any(text.strip() for texts in theirs[1:] for text in texts)
+    if not (
+        (len(ours) == len(theirs) and all(map(same_text, ours, theirs)))
+        or (before_all_calls and same_text((text for texts in ours for text in texts), theirs[0]))
     ):
         return False
     sent_calls = [block for block in sent if isinstance(block, ToolCall)]
@@ -40,6 +47,17 @@ def same_turn(sent: Sequence[Block], echo: Sequence[Block], schemas: Schemas) ->
         same_call(one, other, schemas.get(one.name, _NO_SCHEMA))
         for one, other in zip(sent_calls, echo_calls, strict=True)
     )
+
+
+def _texts_by_place(blocks: Sequence[Block]) -> list[list[str]]:
+    """The texts before the first call, between the calls, and behind the last one."""
+    places: list[list[str]] = [[]]
+    for block in blocks:
+        if isinstance(block, ToolCall):
+            places.append([])
+        elif isinstance(block, Text):
+            places[-1].append(block.text)
+    return places
 
 
 def same_text(sent: Iterable[str], echo: Iterable[str]) -> bool:
@@ -71,7 +89,7 @@ def same_arguments(sent: str, echo: str, schema: Mapping[str, Any]) -> bool:
     except ValueError:
         return _is_wrapped(sent, theirs)
     try:
-        return _same(ours, theirs, schema)
+        return _same(ours, theirs, _Place(schema))
     except (ValueError, RecursionError):
         return False
 
@@ -102,11 +120,11 @@ def _is_wrapped(sent: str, echo: Any) -> bool:
     return False
 
 
-def _same(ours: Any, theirs: Any, schema: Mapping[str, Any]) -> bool:
+def _same(ours: Any, theirs: Any, place: _Place) -> bool:
     if isinstance(ours, dict):
-        return isinstance(theirs, dict) and _same_object(ours, theirs, schema)
+        return isinstance(theirs, dict) and _same_object(ours, theirs, place)
     if isinstance(ours, list):
-        items = _child(schema, "items")
+        items = _Place(place.root, place)
         return (
             isinstance(theirs, list)
             and len(ours) == len(theirs)
@@ -117,22 +135,61 @@ def _same(ours: Any, theirs: Any, schema: Mapping[str, Any]) -> bool:
     return type(ours) is type(theirs) and bool(ours == theirs)
 
 
-def _same_object(ours: dict[str, Any], theirs: dict[str, Any], schema: Mapping[str, Any]) -> bool:
-    properties = _child(schema, "properties")
+def _same_object(ours: dict[str, Any], theirs: dict[str, Any], place: _Place) -> bool:
     for name, value in theirs.items():
-        child = _child(properties, name)
+        member = _Place(place.root, place, name)
         if name in ours:
-            if not _same(ours[name], value, child):
+            if not _same(ours[name], value, member):
                 return False
-        elif not _is_default(value, child):
+        elif not _is_default(value, member):
             return False
     return all(name in theirs for name in ours)
 
 
-def _is_default(value: Any, schema: Mapping[str, Any]) -> bool:
-    if value is None or value is False or value == "" or value == [] or value == {}:
-        return True
-    return "default" in schema and _same(_load(json.dumps(schema["default"])), value, schema)
+def _is_default(value: Any, place: _Place) -> bool:
+    """What the schema says a left-out value is; where it does not say, what says nothing."""
+    declared = [schema["default"] for schema in place.schemas if "default" in schema]
+    if declared:
+        return any(_same(_load(json.dumps(one)), value, place) for one in declared)
+    return value is None or value is False or value == "" or value == [] or value == {}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value stands: the whole, which ``root`` describes; or, inside the value at ``parent``, the member
+    ``name`` of an object or any item of a list."""
+
+    root: Mapping[str, Any]
+    parent: _Place | None = None
+    name: str | None = None
+
+    @cached_property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """What the schema says about it, references and alternatives included."""
+        if self.parent is None:
+            found = [self.root]
+        elif self.name is None:
+            found = [_child(one, "items") for one in self.parent.schemas]
+        else:
+            found = [_child(_child(one, "properties"), self.name) for one in self.parent.schemas]
+        for one in found:  # it grows meanwhile
+            for other in _related(one, self.root):
+                if len(found) < _SCHEMAS and all(other is not known for known in found):
+                    found.append(other)
+        return found
+
+
+def _related(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a schema refers to, and its alternatives."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        target = root
+        for part in reference.split("/", _SCHEMAS)[1:]:
+            target = _child(target, part.replace("~1", "/").replace("~0", "~"))
+        yield target
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        yield from (one for one in options[:_SCHEMAS] if isinstance(one, Mapping)) if isinstance(options, list) else ()
 
 
 def _child(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:

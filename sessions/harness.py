@@ -6,6 +6,7 @@ A new harness is one more record in ``HARNESSES``; nothing else in this package 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -191,6 +192,8 @@ def _clean(turn: Turn, volatile: tuple[str, ...]) -> Turn:
 
 def _without_lines(text: str, volatile: tuple[str, ...]) -> str:
     """Lines at the beginning of a block only: that is where harnesses put them."""
-    while text.lstrip().startswith(volatile):
-        text = text.lstrip().partition("\n")[2]
-    return text
+    line = re.compile(rf"\s*(?:{'|'.join(map(re.escape, volatile))})[^\n]*\n?")
+    at = 0
+    while match := line.match(text, at):
+        at = match.end()
+    return text[at:]

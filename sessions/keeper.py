@@ -67,6 +67,11 @@ class Keeper:
         if self._persist is not None:
             self._persist.drop(self._group(session))
 
+    def forget_all(self) -> int:
+        """Whatever is kept, and whose; how many sessions that were."""
+        gone = self._persist.drop_all() if self._persist else ()
+        return sum(not group.startswith(_HABITS) for group in gone)
+
     def habits(self) -> dict[str, Counts]:
         """How prompts of each harness diverge."""
         found: dict[str, Counts] = {}

@@ -96,6 +96,14 @@ class Persist:
             self._waiting[group] = Changes(fresh=True)
             self._changed.notify_all()
 
+    def drop_all(self) -> list[bytes]:
+        """All groups there are, which are returned."""
+        with self._changed:
+            groups = list({*(self._env.ages if self._env else ()), *self._waiting})
+        for group in groups:
+            self.drop(group)
+        return groups
+
     def flush(self, timeout: float) -> bool:
         """Waits until everything handed over is committed; False if that takes longer than ``timeout`` seconds."""
         if self._env is None:

@@ -59,7 +59,6 @@ class SessionSummary:
 
     id: str
     client_id: str
-    namespace: str
     harness: str
     created: float
     last_used: float
@@ -165,7 +164,6 @@ class Session:
         return SessionSummary(
             self.id,
             self.client_id,
-            self.namespace,
             self.harness,
             self.created,
             self.last_used,

@@ -11,6 +11,7 @@ from parsers.conversation import Conversation, Turn
 from parsers.load import Family
 from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
+from sessions.archive import ArchiveError
 from sessions.causes import Asked, Cause
 from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
 from sessions.exact import Verdict, next_link
@@ -82,34 +83,40 @@ class Sessions:
     def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
         """``incarnation`` is the engine worker's: a new one knows only what its store kept."""
         place = self._place(meta, conversation, keep=True)
-        return Visit(place, self._family, meta.protocol, incarnation, self._remember)
+        return Visit(place, self._family, meta.protocol, incarnation, self._accept, self._remember)
 
     def normalise(self, meta: RequestMeta, conversation: Conversation) -> Conversation:
         """The conversation as ``begin`` would have it rendered, without a trace: for counting tokens."""
         return self._place(meta, conversation, keep=False).conversation
 
-    def list(self) -> list[SessionSummary]:
-        """The most recently used first."""
-        return [session.summary() for session in reversed(self._sessions.values())]
+    def list(self, namespace: str = "") -> list[SessionSummary]:
+        """Those of one namespace, the most recently used first."""
+        return [session.summary() for session in reversed(self._sessions.values()) if session.namespace == namespace]
 
-    def get(self, id: str) -> SessionDetail | None:
+    def get(self, id: str, namespace: str = "") -> SessionDetail | None:
+        """None also for a session of another namespace."""
         session = self._sessions.get(id)
-        if session is None:
+        if session is None or session.namespace != namespace:
             return None
         self._wake(session)
         return session.detail()
 
-    def forget(self, id: str) -> bool:
-        """True if there was such a session; it is gone from disk too. What the engine holds of it is not touched."""
-        session = self._sessions.pop(id, None)
-        if session is None:
+    def forget(self, id: str, namespace: str = "") -> bool:
+        """True if the namespace had such a session; it is gone from disk too. What the engine holds of it is not
+        touched."""
+        session = self._sessions.get(id)
+        if session is None or session.namespace != namespace:
             return False
-        self._tokens -= self._weights.pop(id, 0)
-        for branch in session.branches.values():
-            self._lineage.forget(branch)
-            self._idle.wasted(id, branch.name)
-        self._keeper.forget(session)
+        self._drop(session)
         return True
+
+    def forget_all(self) -> int:
+        """All sessions, of every namespace and model, and what is known about clients; how many are gone."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            self._drop(session)
+        self._habits.clear()
+        return max(len(sessions), self._keeper.forget_all())
 
     def pin(self, id: str, pinned: bool = True) -> bool:
         """True if there is such a session. A pinned one is never dropped for another or for its age."""
@@ -128,11 +135,14 @@ class Sessions:
         self._wake(session)
         return archive.dump(session, self._keeper.identity)
 
-    def import_archive(self, text: str) -> str:
+    def import_archive(self, text: str, namespace: str = "") -> str:
         """Takes the session of an archive in, in place of one with the same id, which is returned. Raises
-        ArchiveError, also for tokens of another tokenizer."""
+        ArchiveError, also for tokens of another tokenizer, and for a session of another namespace."""
         session = archive.load(text, self._keeper.identity, self._limits)
-        self.forget(session.id)
+        known = self._sessions.get(session.id, session)
+        if not session.namespace == known.namespace == namespace:
+            raise ArchiveError("the session belongs to another API key")
+        self.forget(session.id, namespace)
         session.last_used = self._clock()
         self._adopt(session)
         self._weigh(session)
@@ -189,47 +199,56 @@ class Sessions:
         identity = identify(harness, meta, conversation)
         conversation = without_volatile(harness, conversation)
         turns = [_found_by(turn) for turn in conversation.turns]
-        keep = keep and identity.kind != "side"
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
         head = _head(conversation) if scope else b""
         keys = chain(scope, head, turns[head_turns(conversation) :]) if scope else []
-        session, branch = self._find(meta, harness, identity, keys, head, keep)
+        session, branch = self._find(meta, harness, identity, keys, head)
         if harness.reattach_tools and identity.kind == "compaction" and not conversation.tools:
             conversation = replace(conversation, tools=branch.tools)
-        if keep:
-            branch.tools, branch.head = conversation.tools, head
-            self._lineage.add(session, branch, keys)
-        restored, link = self._restore(session, branch.name, conversation, turns, keep)
+        count = keep and identity.kind != "side"
+        restored, link = self._restore(session, branch.name, conversation, turns, count)
         worth = priorities(self._habits.get(harness.name, {}))
-        return Place(session, branch, harness, identity.kind, restored, tuple(turns), link, scope, worth)
+        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys), worth)
+
+    def _accept(self, place: Place) -> Place:
+        """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
+        by a request that came at the same time."""
+        known = place.session
+        session = self._sessions.get(known.id)
+        if session is None:
+            session = Session(known.id, known.client_id, known.namespace, known.harness, self._limits, self._clock())
+            self._sessions[session.id] = session
+        self._wake(session)
+        self._sessions.move_to_end(session.id)
+        alive = session.branches.get(place.branch.name) is place.branch
+        branch = place.branch if alive else self._branch(session, place.identity, place.head)
+        branch = session.branch(branch.name, self._lineage.forget)
+        branch.tools, branch.head = place.conversation.tools, place.head
+        self._lineage.add(session, branch, place.keys)
+        session.last_used = self._clock()
+        self._drop_surplus(session)
+        return replace(place, session=session, branch=branch)
 
     def _find(
-        self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes, keep: bool
+        self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes
     ) -> tuple[Session, Branch]:
-        """Explicit ids first, else the longest common prefix. What is not kept gets objects that nobody else sees."""
+        """Explicit ids first, else the longest common prefix. What is new are objects that nobody else sees yet."""
         found = self._lineage.find(keys)
         if found and not identity.session:
             session, branch = found
         else:
             name = digest(meta.namespace, identity.session or "lineage", b"" if identity.session else _last(keys, head))
-            session = self._session(name.hex(), meta, harness, identity, keep)
-            branch = found[1] if found else self._branch(session, identity, head, keep)
+            session = self._sessions.get(name.hex()) or Session(
+                name.hex(),
+                identity.session[:CLIENT_ID_LENGTH],
+                meta.namespace,
+                harness.name,
+                self._limits,
+                self._clock(),
+            )
+            branch = found[1] if found else self._branch(session, identity, head)
         self._wake(session)
-        if keep:
-            self._sessions.move_to_end(session.id)
-            session.branch(branch.name, self._lineage.forget)
-            session.last_used = self._clock()
         return session, branch
-
-    def _session(self, id: str, meta: RequestMeta, harness: Harness, identity: Identity, keep: bool) -> Session:
-        session = self._sessions.get(id)
-        if session is None:
-            client_id = identity.session[:CLIENT_ID_LENGTH]
-            session = Session(id, client_id, meta.namespace, harness.name, self._limits, self._clock())
-            if keep:
-                self._sessions[id] = session
-                self._drop_surplus(session)
-        return session
 
     def _adopt(self, session: Session) -> None:
         self._sessions[session.id] = session
@@ -243,7 +262,8 @@ class Sessions:
             self._keeper.wake(session)
             self._weigh(session)
 
-    def _branch(self, session: Session, identity: Identity, head: bytes, keep: bool) -> Branch:
+    @staticmethod
+    def _branch(session: Session, identity: Identity, head: bytes) -> Branch:
         """By thread where the client names them; else a branch with the same system and tools, whose messages were
         rewritten from the first on (a compaction); else a new one."""
         if identity.threads:
@@ -251,8 +271,6 @@ class Sessions:
         else:
             same = [branch.name for branch in session.branches.values() if branch.head == head]
             name = same[-1] if same else _free_name(session)
-        if keep:
-            return session.branch(name, self._lineage.forget)
         return session.branches.get(name, Branch(name))
 
     def _restore(
@@ -333,22 +351,36 @@ class Sessions:
         self._drop_surplus(session)
 
     def _drop_surplus(self, spared: Session | None = None) -> None:
-        """The least recently used go, or to sleep where they can be read again; ``spared`` stays, its journal is
-        bounded by itself."""
+        """The namespace that holds the most loses its least recently used: whoever floods loses its own. Where only
+        memory is short and they can be read again, they go to sleep instead. The last used of all and ``spared`` stay:
+        their journals are bounded by themselves."""
         limits = self._limits
-        others = [session for session in self._sessions.values() if session is not spared]
-        surplus = max(len(self._sessions) - limits.max_sessions, 0)
-        for session in [session for session in others if not session.pinned][:surplus]:
-            self._dropped += 1
-            self.forget(session.id)
-        for session in others:
-            if self._tokens <= limits.max_tokens:
+        while len(self._sessions) > 1:
+            many = len(self._sessions) > limits.max_sessions
+            if not many and self._tokens <= limits.max_tokens:
                 return
-            if self._keeper.on:
-                self._sleep(session)
-            elif not session.pinned and session.id in self._sessions:
+            sleep = self._keeper.on and not many
+            share: Counter[str] = Counter()
+            for session in self._sessions.values():
+                share[session.namespace] += 1 if many else self._weights.get(session.id, 0)
+            *others, _ = (session for session in self._sessions.values() if session is not spared)
+            going = [one for one in others if (one.id in self._weights if sleep else not one.pinned)]
+            if not going:
+                return
+            least = max(going, key=lambda session: share[session.namespace])
+            if sleep:
+                self._sleep(least)
+            else:
                 self._dropped += 1
-                self.forget(session.id)
+                self._drop(least)
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.id]
+        self._tokens -= self._weights.pop(session.id, 0)
+        for branch in session.branches.values():
+            self._lineage.forget(branch)
+            self._idle.wasted(session.id, branch.name)
+        self._keeper.forget(session)
 
     def _sleep(self, session: Session) -> None:
         self._tokens -= self._weights.pop(session.id, 0)

@@ -14,7 +14,7 @@ from sessions.anchors import AnchorPoint, WatchPoint, anchor_points, watch_point
 from sessions.causes import Asked, Cause, Reuse, counted, explain, facts
 from sessions.digest import TurnDigest, head_turns, pack, system_digest, tools_digest, turn_digest
 from sessions.exact import sampled_turn
-from sessions.harness import Harness, Kind, Protocol
+from sessions.harness import Harness, Identity, Kind, Protocol
 from sessions.idle import Followup
 from sessions.prior import Divergence, divergence
 from sessions.session import Branch, Session
@@ -50,18 +50,25 @@ class ReuseReport:
 @dataclass(frozen=True)
 class Place:
     """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
-    ``exact``), ``scope`` is its prefix index (empty where the client names its threads), ``priorities`` what anchors
-    are worth to its harness."""
+    ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its own
+    entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness.
+    Session and branch, where they are new, are known to nobody else until the request was accepted."""
 
     session: Session
     branch: Branch
     harness: Harness
-    kind: Kind
+    identity: Identity
     conversation: Conversation
     turns: tuple[TurnDigest, ...]
     link: bytes
     scope: bytes
+    head: bytes
+    keys: tuple[bytes, ...]
     priorities: Mapping[str, float]
+
+    @property
+    def kind(self) -> Kind:
+        return self.identity.kind
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,17 @@ class Finished:
 
 class Visit:
     """``conversation`` is the client's with volatile lines left out, the session's tools put back and the exact tokens
-    of earlier answers attached: render that one. ``side`` requests leave no trace but their line in the timeline."""
+    of earlier answers attached: render that one. Nothing is written down before the first ``report``. ``side`` requests
+    leave no trace but their line in the timeline."""
 
     def __init__(
-        self, place: Place, family: Family, protocol: Protocol, incarnation: str, remember: Callable[[Finished], None]
+        self,
+        place: Place,
+        family: Family,
+        protocol: Protocol,
+        incarnation: str,
+        accept: Callable[[Place], Place],
+        remember: Callable[[Finished], None],
     ) -> None:
         self.session_id = place.session.id
         self.harness = place.harness.name
@@ -95,6 +109,7 @@ class Visit:
         self._family = family
         self._protocol = protocol
         self._incarnation = incarnation
+        self._accept = None if self.side else accept
         self._remember: Callable[[Finished], None] | None = remember
         self.followup: Followup | None = None
         """After ``finish``: what the next message of the user will continue."""
@@ -117,7 +132,10 @@ class Visit:
         self, prompt: Prompt, *, resumed: int, replayed: int, new: int, worker_cause: str, host: int = 0, disk: int = 0
     ) -> ReuseReport:
         """``resumed`` etc. are the worker's numbers, at admission its plan; ``host`` and ``disk`` are parts of
-        ``resumed``."""
+        ``resumed``. The first report says that the request was accepted."""
+        accept, self._accept = self._accept, None
+        if accept is not None:
+            self._place = accept(self._place)
         now = self._asked(prompt)
         seen = facts(now, prompt.spans, self._pasts, Reuse(resumed, replayed, new), worker_cause)
         reuse, cause = counted(seen), explain(seen)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from engine.api import PAGE
 from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
 from engine.memory.pages import PagePool
+from engine.memory.queue import LeastFirst
 from engine.memory.states import Checkpoint
 
 
@@ -61,7 +62,8 @@ class PageIndex:
         self._on_drop = on_drop
         self._by_key: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
-        self._leaves: set[Node] = set()
+        self._leaves = LeastFirst(self._value)
+        self._side: set[Node] = set()
 
     def root(self, key: bytes) -> Node:
         """The node before the first page of a namespace; remembered while it has pages."""
@@ -97,7 +99,9 @@ class PageIndex:
             if parent.parent is None and parent.key is not None:
                 self._roots[parent.key] = parent
             self._leaves.discard(parent)
-            self._leaves.add(node)
+            self._leaves.push(node)
+            if side:
+                self._side.add(node)
             if key is not None:
                 self._by_key[key] = node
         self.touch(node, side)
@@ -105,7 +109,14 @@ class PageIndex:
 
     def touch(self, node: Node, side: bool) -> None:
         node.used = self.clock
-        node.side = node.side and side
+        if node.side and not side:
+            node.side = False
+            self._side.discard(node)
+
+    def fell(self, node: Node) -> None:
+        """What lies on a page is no longer wanted as much."""
+        if node in self._leaves:
+            self._leaves.push(node)
 
     def holding(self, parent: Node, tokens: bytes) -> Node | None:
         """A page after ``parent`` that starts with these tokens."""
@@ -139,14 +150,18 @@ class PageIndex:
         """Take a checkpoint off its page."""
         tails, tail, offset = _spot(checkpoint)
         del tails[tail], checkpoint.node.checkpoints[offset]
+        self.fell(checkpoint.node)
 
     def evict(self, *, side: bool) -> bool:
         """Give up the least valuable page that no sequence holds; ``side``: only what side requests left."""
-        victim = min(
-            (leaf for leaf in self._leaves if (leaf.side or not side) and not self._pool.held(leaf.page)),
-            key=self._value,
-            default=None,
-        )
+        passed: list[Node] = []
+        while (victim := self._leaves.pop()) is not None and self._pool.held(victim.page):
+            passed.append(victim)
+        if victim is not None and side and not victim.side:
+            passed.append(victim)
+            victim = None
+        for leaf in passed:
+            self._leaves.push(leaf)
         if victim is None:
             return False
         self._on_evict(victim)
@@ -157,10 +172,12 @@ class PageIndex:
     def clear(self, *, useless: bool = False) -> None:
         """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs."""
         while free := [
-            leaf for leaf in self._leaves if not self._pool.held(leaf.page) and not (useless and leaf.checkpoints)
+            node
+            for node in self.nodes()
+            if not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
         ]:
-            for leaf in free:
-                self.remove(leaf)
+            for node in free:
+                self.remove(node)
 
     def remove(self, node: Node) -> None:
         """Drop a leaf, and the checkpoints on it that no other page holds."""
@@ -180,7 +197,7 @@ class PageIndex:
 
     def side_pages(self) -> int:
         """Pages that a side request could have."""
-        return sum(1 for node in self.nodes() if node.side and not self._pool.held(node.page))
+        return sum(not self._pool.held(node.page) for node in self._side)
 
     def nodes(self) -> Iterator[Node]:
         """Every cached page."""
@@ -213,12 +230,13 @@ class PageIndex:
         assert parent is not None  # noqa: S101 - roots are never removed this way
         parent.children.pop(_place(parent, node.tokens))
         self._leaves.discard(node)
+        self._side.discard(node)
         self._pool.drop(node.page)
         self.pages -= 1
         if parent.children:
             return parent
         if parent.parent is not None:
-            self._leaves.add(parent)
+            self._leaves.push(parent)
         elif parent.key is not None:
             self._roots.pop(parent.key, None)
         return parent

@@ -6,7 +6,7 @@ Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.api import PAGE
@@ -68,7 +68,7 @@ class Memory:
         self.pool = PagePool(pages)
         self.index = PageIndex(self.pool, recurrent, self._evicting, self._drop)
         self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, self._detach)
-        self.behind = WriteBehind(mover, store)
+        self.behind = WriteBehind(mover, store, self.index.fell)
         self.history = History(HISTORY)
         self.free_live = list(range(live, ZERO_SLOT, -1))
         self.draining: list[Lease] = []
@@ -122,7 +122,7 @@ class Memory:
             lease.table.append(node.page)
             lease.nodes.append(node)
         if isinstance(plan.checkpoint, Checkpoint):
-            plan.checkpoint.used = self.index.clock
+            self.checkpoints.use(plan.checkpoint, self.index.clock)
             self._mover.copy_state(plan.checkpoint.slot, lease.slot)
         elif self.recurrent and plan.checkpoint is None:
             self._mover.copy_state(ZERO_SLOT, lease.slot)
@@ -238,6 +238,7 @@ class Memory:
             session = lease.session if stored is None else stored.session
             checkpoint = Checkpoint(position, slot, want, session, lease.side, self.index.clock, node)
             self.index.attach(checkpoint)
+            self.checkpoints.add(checkpoint)
             if stored is None:
                 self.behind.add(checkpoint)
         else:
@@ -247,9 +248,10 @@ class Memory:
         def behind(old: Checkpoint) -> bool:
             return old.position < position and self._checkpoint_at(lease, tokens, old.position) is old
 
-        old = self.checkpoints.add(checkpoint, behind)
-        if old is not None and not old.must_keep:
-            self.behind.demote(old)
+        if checkpoint.want.tip and not checkpoint.side:
+            old = self.checkpoints.tip(checkpoint, behind)
+            if old is not None:
+                self._fell(old)
         return True
 
     def repin(self, lease: Lease, tokens: Sequence[int], wants: Mapping[int, Want]) -> None:
@@ -262,15 +264,14 @@ class Memory:
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
             for one in self.index.checkpoints(self._parent(lease, at), page):
                 if one.want.pinned and one.session == lease.session:
-                    one.want = Want(one.want.kind, one.want.priority, tip=one.want.tip)
+                    self.checkpoints.release(one, replace(one.want, pinned=False))
                     released.append(one)
         for position, want in wants.items():
             checkpoint = self._checkpoint_at(lease, tokens, position)
             if checkpoint is not None:
                 self._renew(checkpoint, lease, want)
         for one in released:
-            if not one.must_keep:
-                self.behind.demote(one)
+            self._fell(one)
 
     def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want) -> bool:
         """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept."""
@@ -404,15 +405,15 @@ class Memory:
             self.history.add_checkpoint(parent.key, encode(tokens[PAGE * at : position]))
 
     def _renew(self, checkpoint: Checkpoint, lease: Lease, want: Want) -> None:
-        """Wanted once more: the stronger of both wishes holds, and it belongs to the session that wants it now."""
-        old = checkpoint.want
         if lease.side:
             return
-        session = checkpoint.session
-        checkpoint.used = self.index.clock
-        checkpoint.session, checkpoint.side, checkpoint.superseded = lease.session, False, False
-        pinned, tip = old.pinned or want.pinned, old.tip or want.tip
-        stronger = want if want.priority >= old.priority else old
-        checkpoint.want = Want(stronger.kind, stronger.priority, pinned, tip)
-        if checkpoint.want != old or checkpoint.session != session:
+        old = checkpoint.want, checkpoint.session
+        self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
+        if old != (checkpoint.want, checkpoint.session):
             self.behind.renew(checkpoint)
+
+    def _fell(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint is no longer wanted as much."""
+        self.index.fell(checkpoint.node)
+        if not checkpoint.must_keep:
+            self.behind.demote(checkpoint)

@@ -6,10 +6,13 @@ the rest hold checkpoints.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from engine.memory.queue import LeastFirst
 
 if TYPE_CHECKING:
     from engine.memory.index import Node
@@ -61,6 +64,13 @@ class Checkpoints:
         self._free = list(range(live + total, live, -1))
         self._sessions: OrderedDict[str, Checkpoint | None] = OrderedDict()
         """Sessions by activity, oldest first, with their latest tip."""
+        self._alive: OrderedDict[str, None] = OrderedDict()
+        self._fresh: OrderedDict[Checkpoint, None] = OrderedDict()
+        """Those not left behind, by when they were last wanted or used."""
+        self._peers: dict[str, list[tuple[int, int, Checkpoint]]] = {}
+        """Each session's, as (position, slot, checkpoint), sorted."""
+        self._least = LeastFirst(self._value)
+        self._least_side = LeastFirst(self._value)
 
     @property
     def free(self) -> int:
@@ -73,21 +83,18 @@ class Checkpoints:
         nothing that is alive."""
         if self._free:
             return self._free.pop()
-        candidates = [one for one in self.all if one.side] if side else list(self.all)
-        if not candidates:
+        while self._fresh and now - next(iter(self._fresh)).used > FRESH:
+            self._least.push(self._fresh.popitem(last=False)[0])
+        victim = (self._least_side if side else self._least).pop()
+        if victim is None:
             return None
-        alive = self._alive()
-        least = min(_value(one, alive, now) for one in candidates)
         pinned = want.pinned or want.tip
         worth = (pinned, True, True, 0.0 if pinned else want.priority)
         if background:
             worth = (False, True, False, 0.0)
-        if not side and least[:4] > worth:
+        if not side and self._value(victim)[:4] > worth:
+            self._least.push(victim)
             return None
-        victim = min(
-            (one for one in candidates if _value(one, alive, now) == least),
-            key=lambda one: (self._span(one), one.position),
-        )
         self._on_evict(victim)
         self.remove(victim)
         self.evicted += 1
@@ -97,20 +104,48 @@ class Checkpoints:
         """Return a slot that was taken and not used."""
         self._free.append(slot)
 
-    def add(self, checkpoint: Checkpoint, supersedes: Callable[[Checkpoint], bool]) -> Checkpoint | None:
-        """``supersedes``: whether the new one lies further along the same branch than an older tip. Returns the
-        session's tip so far, if it is none any more."""
+    def add(self, checkpoint: Checkpoint) -> None:
+        """A new checkpoint."""
         self.all.add(checkpoint)
-        if not checkpoint.want.tip or checkpoint.side:
-            return None
+        self._fresh[checkpoint] = None
+        self._join(checkpoint)
+        if checkpoint.side:
+            self._least_side.push(checkpoint)
+
+    def tip(self, checkpoint: Checkpoint, supersedes: Callable[[Checkpoint], bool]) -> Checkpoint | None:
+        """A session's turn ended at this checkpoint. Returns its tip so far, if that is none any more.
+
+        ``supersedes``: whether the new one lies further along the same branch than an older tip."""
         old = self._sessions.get(checkpoint.session)
         self._sessions[checkpoint.session] = checkpoint
         self.touch(checkpoint.session)
         if old is None or old not in self.all or old is checkpoint:
             return None
-        old.want = replace(old.want, tip=False)
         old.superseded = supersedes(old)
+        self.release(old, replace(old.want, tip=False))
         return old
+
+    def use(self, checkpoint: Checkpoint, now: int) -> None:
+        """A sequence went on from a checkpoint, or wants it once more."""
+        checkpoint.used = now
+        self._fresh[checkpoint] = None
+        self._fresh.move_to_end(checkpoint)
+
+    def renew(self, checkpoint: Checkpoint, session: str, want: Want, now: int) -> None:
+        """Wanted once more: the stronger of both wishes holds, and it belongs to the session that wants it now."""
+        old = checkpoint.want
+        self._leave(checkpoint)
+        self._least_side.discard(checkpoint)
+        checkpoint.session, checkpoint.side, checkpoint.superseded = session, False, False
+        stronger = want if want.priority >= old.priority else old
+        checkpoint.want = Want(stronger.kind, stronger.priority, old.pinned or want.pinned, old.tip or want.tip)
+        self.use(checkpoint, now)
+        self._join(checkpoint)
+
+    def release(self, checkpoint: Checkpoint, want: Want) -> None:
+        """No longer wanted as much."""
+        checkpoint.want = want
+        self._least.push(checkpoint)
 
     def touch(self, session: str) -> None:
         """Note that a session is active."""
@@ -118,30 +153,53 @@ class Checkpoints:
         self._sessions.move_to_end(session)
         while len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
+        self._alive[session] = None
+        self._alive.move_to_end(session)
+        if len(self._alive) > LIVE_SESSIONS:
+            fallen, _ = self._alive.popitem(last=False)
+            for _, _, one in self._peers.get(fallen, ()):
+                self._least.push(one)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self.all.discard(checkpoint)
+        self._fresh.pop(checkpoint, None)
+        self._leave(checkpoint)
+        self._least.discard(checkpoint)
+        self._least_side.discard(checkpoint)
         self._free.append(checkpoint.slot)
+
+    def _join(self, one: Checkpoint) -> None:
+        """Among its session's."""
+        insort(self._peers.setdefault(one.session, []), (one.position, one.slot, one))
+        self._respan(one.session, self._place(one))
+
+    def _leave(self, one: Checkpoint) -> None:
+        at, peers = self._place(one), self._peers[one.session]
+        del peers[at]
+        if peers:
+            self._respan(one.session, at)
+        else:
+            del self._peers[one.session]
+
+    def _respan(self, session: str, at: int) -> None:
+        """What lies around a place in a session has other neighbours now."""
+        for _, _, one in self._peers[session][max(0, at - 1) : at + 2]:
+            self._least.push(one)
+
+    def _place(self, one: Checkpoint) -> int:
+        return bisect_left(self._peers[one.session], (one.position, one.slot))
 
     def _span(self, one: Checkpoint) -> int:
         """How far apart its session's checkpoints around it are: where they are dense, one more is worth least."""
-        others = [other.position for other in self.all if other.session == one.session]
-        before = max((position for position in others if position < one.position), default=0)
-        after = min((position for position in others if position > one.position), default=one.position)
+        at, peers = self._place(one), self._peers[one.session]
+        before = peers[at - 1][0] if at else 0
+        after = peers[at + 1][0] if at + 1 < len(peers) else one.position
         return after - before
 
-    def _alive(self) -> set[str]:
-        alive: set[str] = set()
-        for session in reversed(self._sessions):
-            alive.add(session)
-            if len(alive) == LIVE_SESSIONS:
-                break
-        return alive
-
-
-def _value(one: Checkpoint, alive: set[str], now: int) -> tuple[bool, bool, bool, float, int]:
-    """Lowest goes first: what side requests and ended sessions left, superseded tips, then by priority and age. What
-    is pinned goes last, by age alone: each request says anew what its session needs."""
-    lives = one.session in alive and not one.side and now - one.used <= FRESH
-    pinned = lives and (one.want.pinned or one.want.tip)
-    return pinned, lives, not one.superseded, 0.0 if pinned else one.want.priority, one.used
+    def _value(self, one: Checkpoint) -> tuple[bool, bool, bool, float, int, int, int]:
+        """Lowest goes first: what side requests and ended sessions left, superseded tips, then by priority and age.
+        What is pinned goes last, by age alone: each request says anew what its session needs."""
+        lives = one.session in self._alive and not one.side and one in self._fresh
+        pinned = lives and (one.want.pinned or one.want.tip)
+        priority = 0.0 if pinned else one.want.priority
+        return pinned, lives, not one.superseded, priority, one.used, self._span(one), one.position

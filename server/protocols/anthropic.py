@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from server.generate import Options
 from server.protocols.anthropic_events import AnthropicWriter
-from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from sessions.tracker import RequestMeta
 
 _CLOSING_TEXT = "(no answer)"
@@ -61,7 +62,7 @@ _Nested = Annotated[_Text | _Media | _ToolReference, Field(discriminator="type")
 class _ToolResult(Wire):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[list[_Nested], BeforeValidator(_blocks)] = Field(default_factory=list)
+    content: Annotated[Items[_Nested], BeforeValidator(_blocks)] = Field(default_factory=list)
     is_error: bool | None = None
 
 
@@ -70,7 +71,7 @@ _Content = Annotated[_Text | _Thinking | _Redacted | _ToolUse | _ToolResult | _M
 
 class _Message(Wire):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Content], BeforeValidator(_blocks)]
+    content: Annotated[Items[_Content], BeforeValidator(_blocks)]
 
 
 class _Tool(Wire):
@@ -104,9 +105,9 @@ class _Metadata(Wire):
 
 class CountRequest(Wire):
     model: str = Field(min_length=1)
-    messages: list[_Message]
-    system: Annotated[list[_Text], BeforeValidator(_blocks)] = Field(default_factory=list)
-    tools: list[_Tool] = Field(default_factory=list)
+    messages: Items[_Message]
+    system: Annotated[Items[_Text], BeforeValidator(_blocks)] = Field(default_factory=list)
+    tools: Items[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
     metadata: _Metadata | None = None
@@ -115,12 +116,12 @@ class CountRequest(Wire):
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop_sequences: StopStrings = Field(default_factory=list)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     output_config: _OutputConfig | None = None
-    mcp_servers: list[dict[str, Any]] | None = None
+    mcp_servers: Items[dict[str, Any]] | None = None
 
 
 def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
@@ -178,8 +179,8 @@ def _wants_json(config: _OutputConfig | None) -> bool:
 def _session(metadata: _Metadata | None) -> str:
     """Claude Code puts a JSON object with its ``session_id`` into ``user_id``."""
     try:
-        value = json.loads(metadata.user_id or "") if metadata is not None else None
-    except (ValueError, RecursionError):
+        value = from_json(metadata.user_id or "") if metadata is not None else None
+    except ValueError:
         return ""
     session = value.get("session_id") if isinstance(value, dict) else None
     return session if isinstance(session, str) else ""
@@ -194,9 +195,10 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
             "messages: the conversation must end with a user message; prefilled answers are not supported", "messages"
         )
     deferred = tuple(_tool(tool) for tool in request.tools if tool.defer_loading)
+    unseen = {tool.name: tool for tool in deferred}
     turns = [Turn("system", tuple(Text(block.text) for block in request.system))] if request.system else []
     for at, message in enumerate(request.messages):
-        turn = _turn(message, f"messages.{at}", {tool.name: tool for tool in deferred})
+        turn = _turn(message, f"messages.{at}", unseen)
         if turn.blocks:
             turns.append(turn)
         elif message.role == "user":
@@ -213,9 +215,9 @@ def _tool(tool: _Tool) -> Tool:
     return Tool(tool.name, tool.description, tool.input_schema)
 
 
-def _turn(message: _Message, where: str, deferred: Mapping[str, Tool]) -> Turn:
+def _turn(message: _Message, where: str, unseen: dict[str, Tool]) -> Turn:
     blocks = tuple(
-        _block(message.role, block, f"{where}.content.{at}", deferred) for at, block in enumerate(message.content)
+        _block(message.role, block, f"{where}.content.{at}", unseen) for at, block in enumerate(message.content)
     )
     blocks = tuple(block for block in blocks if block != Text(""))
     role: Literal["system", "user", "assistant", "tool"] = message.role
@@ -224,7 +226,7 @@ def _turn(message: _Message, where: str, deferred: Mapping[str, Tool]) -> Turn:
     return Turn(role, blocks)
 
 
-def _block(role: str, block: _Content, where: str, deferred: Mapping[str, Tool]) -> Block:
+def _block(role: str, block: _Content, where: str, unseen: dict[str, Tool]) -> Block:
     match block:
         case _Text():
             return Text(block.text)
@@ -235,19 +237,20 @@ def _block(role: str, block: _Content, where: str, deferred: Mapping[str, Tool])
         case _ToolUse() if role == "assistant":
             return ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         case _ToolResult() if role == "user":
-            text = "\n".join(_nested(part, where, deferred) for part in block.content)
+            text = "\n".join(_nested(part, where, unseen) for part in block.content)
             return ToolOutput(block.tool_use_id, text, bool(block.is_error))
         case _Media():
             raise _no_media(block.type, where)
     raise invalid(f"{where}: {block.type} blocks are not allowed in {role} messages", where)
 
 
-def _nested(part: _Nested, where: str, deferred: Mapping[str, Tool]) -> str:
+def _nested(part: _Nested, where: str, unseen: dict[str, Tool]) -> str:
+    """A tool is described at the first reference to it, and taken out of ``unseen``."""
     match part:
         case _Text():
             return part.text
         case _ToolReference():
-            tool = deferred.get(part.tool_name)
+            tool = unseen.pop(part.tool_name, None)
             if tool is None:
                 return f"Tool {part.tool_name} is available."
             description = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 from uuid import uuid4
+
+from pydantic_core import from_json
 
 from server import errors
 from server.blocks import BlockDelta, BlockEnd, BlockStart
@@ -59,7 +60,7 @@ class AnthropicWriter:
         return self._message
 
     def _end(self, event: BlockEnd) -> list[Sse]:
-        self._content.extend(_whole_block(event))
+        self._content.append(_whole_block(event))
         stop = _event("content_block_stop", index=event.index)
         if event.kind != "thinking":
             return [stop]
@@ -107,32 +108,22 @@ def _delta(delta: BlockDelta) -> dict[str, Any]:
             return {"type": "input_json_delta", "partial_json": delta.text}
 
 
-def _whole_block(end: BlockEnd) -> list[dict[str, Any]]:
-    """A call that was cut off has no form here outside a stream."""
+def _whole_block(end: BlockEnd) -> dict[str, Any]:
     match end.kind:
         case "text":
-            return [{"type": "text", "text": end.text}]
+            return {"type": "text", "text": end.text}
         case "thinking":
-            return [{"type": "thinking", "thinking": end.text, "signature": end.id}]
-        case "tool_call" if end.complete:
-            return [{"type": "tool_use", "id": end.id, "name": end.name, "input": _input(end.text)}]
-        case _:
-            return []
+            return {"type": "thinking", "thinking": end.text, "signature": end.id}
+        case "tool_call":
+            return {"type": "tool_use", "id": end.id, "name": end.name, "input": _input(end.text)}
 
 
 def _input(arguments: str) -> dict[str, Any]:
     """A call's arguments as the object that this protocol demands; what is none becomes one that no tool accepts, so
     that the harness tells the model about it."""
     try:
-        value = json.loads(arguments or "{}", parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError):
+        value = from_json(arguments or "{}", allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # numbers too large for a double were read as infinite
+    except ValueError:
         value = None
     return value if isinstance(value, dict) else {"invalid_json": arguments}
-
-
-def _finite(number: str) -> float:
-    """Raises ValueError for what JSON cannot say again."""
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is not finite")
-    return value

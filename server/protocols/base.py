@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from parsers.conversation import Conversation
 from server.errors import ApiError, Shape
@@ -16,11 +16,17 @@ from sessions.tracker import RequestMeta
 Sse = tuple[str, Mapping[str, Any] | str]
 """Event name ("" for none) and payload."""
 
+_T = TypeVar("_T")
+Items = Annotated[list[_T], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: only that one is reported, and millions would fill the memory."""
+StopStrings = Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
+"""Every piece of an answer is searched for each of them."""
+
 
 class Wire(BaseModel):
-    """A value as clients send it: types are checked strictly, unknown keys are ignored."""
+    """A value as clients send it: types are checked strictly, numbers are finite, unknown keys are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Writer(Protocol):

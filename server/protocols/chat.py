@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from server.generate import Options
-from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from server.protocols.chat_events import ChatWriter, LogprobFormat
 from sessions.tracker import RequestMeta
 
@@ -20,6 +21,8 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_MAX_BIASES = 1024
+_TOKEN_ID = re.compile("[0-9]{1,10}", re.ASCII)
 _NOT_YET = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
 
 
@@ -34,6 +37,13 @@ def _strings(value: object) -> object:
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
+
+
+def _few(value: object) -> object:
+    """Counted before it is looked at: of a mapping, every wrong entry would be reported."""
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise ValueError(f"at most {_MAX_BIASES} tokens may have a bias")
+    return value
 
 
 class _TextPart(Wire):
@@ -66,10 +76,10 @@ class _Call(Wire):
 
 class _Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
+    content: Annotated[Items[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: Items[_Call] | None = None
     tool_call_id: str | None = None
 
 
@@ -94,8 +104,8 @@ class _ResponseFormat(Wire):
 
 class ChatRequest(Wire):
     model: str = Field(min_length=1)
-    messages: list[_Message]
-    tools: list[_Tool] | None = None
+    messages: Items[_Message]
+    tools: Items[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -103,16 +113,16 @@ class ChatRequest(Wire):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     n: int | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_strings)] = Field(default_factory=list)
+    stop: Annotated[StopStrings, BeforeValidator(_strings)] = Field(default_factory=list)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: _ResponseFormat | None = None
@@ -188,7 +198,7 @@ def _refuse(request: ChatRequest, body: object) -> None:
 def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     out = []
     for token, bias in biases.items():
-        if not token.isdecimal() or not -100 <= bias <= 100:
+        if not _TOKEN_ID.fullmatch(token) or not -100 <= bias <= 100:
             raise invalid("logit_bias maps token ids to numbers between -100 and 100", "logit_bias")
         out.append((int(token), bias))
     return tuple(out)

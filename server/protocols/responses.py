@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from server.generate import Options
-from server.protocols.base import Inbound, Wire, WireProtocol, invalid
+from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid
 from server.protocols.responses_events import ResponsesWriter
 from server.protocols.responses_tools import ToolItem, ToolNames, read_tools
 from sessions.tracker import RequestMeta
@@ -48,7 +48,7 @@ class _MediaPart(Wire):
 
 
 _Part = Annotated[_TextPart | _RefusalPart | _MediaPart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], BeforeValidator(_parts)]
+_Parts = Annotated[Items[_Part], BeforeValidator(_parts)]
 
 
 class _Message(Wire):
@@ -63,8 +63,8 @@ class _Piece(Wire):
 
 class _Reasoning(Wire):
     type: Literal["reasoning"]
-    summary: list[_Piece] = Field(default_factory=list)
-    content: list[_Piece] | None = None
+    summary: Items[_Piece] = Field(default_factory=list)
+    content: Items[_Piece] | None = None
     encrypted_content: str | None = None
 
 
@@ -115,9 +115,9 @@ class _TextConfig(Wire):
 
 class ResponsesRequest(Wire):
     model: str = Field(min_length=1)
-    input: Annotated[list[_Item], BeforeValidator(_input)]
+    input: Annotated[Items[_Item], BeforeValidator(_input)]
     instructions: str | None = None
-    tools: list[ToolItem] | None = None
+    tools: Items[ToolItem] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

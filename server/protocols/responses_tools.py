@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parsers.conversation import Tool
-from server.protocols.base import Wire, invalid
+from server.protocols.base import Items, Wire, invalid
 
 
 class _FunctionTool(Wire):
@@ -39,7 +39,7 @@ class _Namespace(Wire):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
-    tools: list[_Nested]
+    tools: Items[_Nested]
 
 
 class _Ignored(Wire):

@@ -37,7 +37,7 @@ class Disk:
         """Bytes of the whole directory."""
         return self.segments.total + (self.index.total if self.index else 0) + self.others_bytes
 
-    def append(self, entry: Entry, payload: bytes, now: float, room: Callable[[int], bool]) -> Place:
+    def append(self, entry: Entry, payload: memoryview, now: float, room: Callable[[int], bool]) -> Place:
         """Write an entry's extent; sets ``entry.header``. Raises OSError, NoRoom."""
         header, parts = encode_extent(entry.about(now), payload, entry.sizes, self._namespace, self.cipher)
         entry.header = len(header)

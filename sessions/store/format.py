@@ -157,16 +157,16 @@ class Header:
 
 
 def encode_extent(
-    about: About, payload: bytes, sizes: Sequence[int], namespace: bytes, cipher: Cipher | None
+    about: About, payload: memoryview, sizes: Sequence[int], namespace: bytes, cipher: Cipher | None
 ) -> tuple[bytearray, list[bytes | memoryview]]:
     """(header, payload as written); ``settle`` completes the header once its place is known."""
     salt = os.urandom(SALT) if cipher else bytes(SALT)
     sealer = cipher.sealer(salt) if cipher else None
-    view, at = memoryview(payload), 0
+    at = 0
     parts: list[bytes | memoryview] = []
     checks: list[bytes] = []
     for number, size in enumerate(sizes, 1):
-        part = view[at : at + size]
+        part = payload[at : at + size]
         at += size
         if sealer is None:
             parts.append(part)

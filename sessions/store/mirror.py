@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from sessions.store.format import About, Place, Shape, aligned
+from sessions.store.payload import Payload
 
 Key = TypeVar("Key", str, bytes)
 
@@ -40,7 +41,7 @@ class Entry:
         self.header = 0
         self.sizes: tuple[int, ...] = ()
         self.place: Place | None = None
-        self.payload: bytes | None = None
+        self.payload: Payload | None = None
         self.queued = 0.0
         self.superseded = False
         self.gone = False

@@ -57,7 +57,7 @@ class Reader:
             if payload is not None:
                 at = 0
                 for view in into:
-                    view[:] = memoryview(payload)[at : at + len(view)]
+                    view[:] = payload.view[at : at + len(view)]
                     at += len(view)
                 return self._served(entry, "host")
             if place is None or self._disk is None or place == tried:

@@ -23,6 +23,7 @@ from sessions.store.files import Files
 from sessions.store.format import BLOCK, About, Shape
 from sessions.store.index import MAP_SIZE
 from sessions.store.mirror import Entry
+from sessions.store.payload import Pool
 from sessions.store.ram import CANDIDATES, CHECKPOINTS
 from sessions.store.reader import Buffers, Reader, Reading
 from sessions.store.recover import Progress, no_progress, open_disk
@@ -94,6 +95,7 @@ class Store:
         self._disk = disk
         self._lock = lock
         self._prior = Prior()
+        self._pool = Pool((sum(core.config.page_components), sum(core.config.state_components)))
         self._writer = Writer(core, disk) if disk is not None and core.writable else None
         self._reader = Reader(core, disk, core.config.readers)
 
@@ -260,7 +262,7 @@ class Store:
             if len(self._core.mirror) >= self._core.config.max_extents:
                 self._core.counters["skipped_index_full"] += 1
                 return False
-        payload = b"".join(views)
+        payload = self._pool.gather(views)
         now = self._core.config.clock()
         with self._core.changed:
             entry = Entry(about, size)

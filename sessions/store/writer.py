@@ -54,7 +54,7 @@ class Writer:
         self._collect_asked = False
         self._pause = _PAUSE
         self._resume_at = 0.0
-        self._maintained = time.monotonic()
+        self._maintained = float("-inf")
         self._recorded = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="store writer", daemon=True)
         self._thread.start()
@@ -178,7 +178,7 @@ class Writer:
                 self._count("skipped_budget_red" if level is Level.RED else "skipped_budget_yellow")
                 continue
             try:
-                place = self._disk.append(entry, payload, now, self.space.room)
+                place = self._disk.append(entry, payload.view, now, self.space.room)
             except NoRoom:
                 self._count("skipped_no_room")
                 continue
@@ -214,7 +214,7 @@ class Writer:
             self._maintained = clock
             self._mark()
             self.space.expire(self._core.config.clock())
-            self.space.evict(0)
+            self.space.room(0)
             while self.space.collect() and now:
                 pass
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -174,11 +176,25 @@ def test_encoding_round_trips_and_knows_control_tokens(families: Callable[[str],
 
 def test_remembered_pieces_are_bounded(vocabulary: Callable[[str], Path]) -> None:
     description = json.loads((vocabulary("byte") / "tokenizer.json").read_text())
-    tokenizer = Tokenizer(description, memo_characters=100)
+    tokenizer = Tokenizer(description, memo_bytes=2000)
     for number in range(50):
         assert len(tokenizer.encode(f"{number:010}", remember=True)) == 10
-    assert sum(map(len, tokenizer._memo)) <= 100
-    assert tokenizer.encode("x" * 500, remember=True) == tokenizer.encode("x" * 500)
+    kept = list(tokenizer._memo)
+    assert 1 < len(kept) < 50 and kept[-1] == f"{49:010}"
+    assert sum(sys.getsizeof(text) + sys.getsizeof(ids) for text, ids in tokenizer._memo.items()) <= 2000
+    assert tokenizer.encode("😀" * 500, remember=True) == tokenizer.encode("😀" * 500)
+    assert list(tokenizer._memo) == kept
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(vocabulary: Callable[[str], Path]) -> None:
+    tokenizer = Tokenizer.load(vocabulary("qwen"))
+    text, turns = "The quick brown fox, number 12345. " * 10_000, 0
+    encoding = Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    while encoding.is_alive():
+        turns += 1
+        encoding.join(0.001)
+    assert turns > 20
 
 
 @pytest.mark.deep

@@ -101,9 +101,9 @@ def test_only_the_tail_of_a_growing_prompt_is_encoded_anew(
     plain = family.tokenizer._plain
 
     class Counting:
-        def encode(self, text: str, add_special_tokens: bool) -> object:
-            encoded.append(text)
-            return plain.encode(text, add_special_tokens=add_special_tokens)
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> object:
+            encoded.extend(texts)
+            return plain.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     turns: tuple[Turn, ...] = (user("q" * 5000),)
     family.render(Conversation(turns, TOOLS))
@@ -374,3 +374,36 @@ def test_lone_surrogates_from_json_do_no_harm(families: Callable[[str], Family])
     )
     text = family.tokenizer.decode(family.render(Conversation(turns, TOOLS)).ids)
     assert "a\ufffdb\ufffdc" in text and "\ufffd x" in text
+
+
+@pytest.mark.parametrize("family", ["byte-qwen3_xml", "byte-hermes"], indirect=True)
+def test_arguments_of_any_depth_are_rendered(family: Family) -> None:
+    for depth in (100, 600, 5_000, 100_000):
+        text = '{"a": ' + "[" * depth + "]" * depth + "}"
+        call = ToolCall("c1", "f", text)
+        rendered = family.tokenizer.decode(
+            family.render(Conversation((user("Q"), Turn("assistant", (call,)), output("c1", "x")), TOOLS)).ids
+        )
+        assert "[" * depth in rendered
+        family.encode_output(family.render(Conversation((user("Q"),), TOOLS)), [call])
+
+
+def test_a_template_that_gets_lost_in_depth_refuses(vocabulary: Callable[[str], Path], tmp_path: Path) -> None:
+    template = (
+        "{% macro deep(n) %}{% if n %}{{ deep(n - 1) }}{% endif %}{% endmacro %}"
+        "{% for m in messages %}{% if m.content == 'deep' %}{{ deep(5000) }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    )
+    family = load_family(checkpoint(vocabulary("byte"), tmp_path / "c", template))
+    with pytest.raises(RenderError, match="recursion"):
+        family.render(Conversation((user("deep"),)))
+
+
+@every
+@relaxed
+@given(conversation=conversations())
+def test_no_prompt_is_shorter_than_its_least_length(family: Family, conversation: Conversation) -> None:
+    squeezed = Turn("user", (Text("\u1100\u1161\u11a8" * 50 + "\u03b1\u0313\u0300\u0345" * 50 + " " * 500 + "x"),))
+    for one in (conversation, Conversation((squeezed,))):
+        assert family.least_tokens(one) <= len(family.render(one).ids)
+    assert family.least_tokens(Conversation((user("a" * 10_000),))) == -(-10_000 // family.tokenizer.longest)

@@ -11,6 +11,7 @@ import pytest
 from parsers.conversation import Tool
 from parsers.events import Boundary
 from parsers.load import Family
+from parsers.schema import property_types
 from tests.parsers.parser_support import TOOLS, Parsed, parse, say
 
 
@@ -34,6 +35,7 @@ def arguments(parsed: Parsed) -> object:
     return json.loads(parsed.calls[0][2])
 
 
+DEEP = "[" * 200 + "]" * 200
 TYPED = [
     ("u", "null", None),
     ("u", "None", None),
@@ -52,6 +54,14 @@ TYPED = [
     ("o", '{"k": [1, {}]}', {"k": [1, {}]}),
     ("o", "{'k': True, 'n': None}", {"k": True, "n": None}),
     ("o", "{broken", "{broken"),
+    ("o", r'{"k": "\ud800", "\uDc00": "\ud83d\ude00"}', {"k": "\ufffd", "\ufffd": "😀"}),
+    ("o", r'{"k": "\ud800\ud83d\ude00\\ud800"}', {"k": "\ufffd😀\\ud800"}),
+    ("o", r"{'k': '\ud800', 'e': '\ud83d\ude00'}", {"k": "\ufffd", "e": "😀"}),
+    ("o", '{"k": 1e999}', '{"k": 1e999}'),
+    ("o", f'{{"k": {DEEP}}}', f'{{"k": {DEEP}}}'),
+    ("a", f"['x', {DEEP}]", f"['x', {DEEP}]"),
+    ("n", "\u0661", "\u0661"),
+    ("new", r'["\udfff"]', ["\ufffd"]),
     ("a", "[1, 'two']", [1, "two"]),
     ("new", "5", 5),
     ("new", '"5"', '"5"'),
@@ -76,7 +86,43 @@ SCHEMA = {
 def test_the_schema_types_tagged_values(qwen: Family, key: str, text: str, value: object) -> None:
     parsed = say(qwen, xml((key, text)), (Tool("f", "", SCHEMA),))
     assert arguments(parsed) == {key: value}
-    assert parsed.tolerated == (["python_literal"] if "'" in text else [])
+    assert parsed.tolerated == (["python_literal"] if "'" in text and value != text else [])
+    json.dumps(arguments(parsed), ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_a_schema_that_refers_to_itself_many_times_is_read_in_no_time(qwen: Family) -> None:
+    reference = {"$ref": "#/properties/s"}
+    schema = {"properties": {"s": {"anyOf": [*([reference] * 8), {"anyOf": [dict(reference) for _ in range(8)]}]}}}
+    assert arguments(say(qwen, xml(("s", "5")), (Tool("f", "", schema),))) == {"s": 5}
+    assert property_types(schema, "s") == frozenset()
+    typed = {"properties": {"s": {"anyOf": [reference, {"$ref": "#/$defs/t"}]}}, "$defs": {"t": {"type": "string"}}}
+    assert property_types(typed, "s") == {"string"}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r'"\\ud800"', "\\ud800"),
+        (r'"\ud800"', "\ufffd"),
+        (r'"\ud800x\uDFFF"', "\ufffdx\ufffd"),
+        (r'"\ud83d\ude00\ud83d"', "😀\ufffd"),
+        (r'"\ud800\ud83d\ude00"', "\ufffd😀"),
+        (r'"\ud800\u0041\ud800\n"', "\ufffdA\ufffd\n"),
+        (r'["\uD800\\", {"\udc00": "\u00e9"}]', ["\ufffd\\", {"\ufffd": "é"}]),
+    ],
+)
+def test_half_surrogate_pairs_never_leave_json_arguments(hermes: Family, written: str, read: object) -> None:
+    (opener,), (closer,) = hermes.encode_raw("<tool_call>"), hermes.encode_raw("</tool_call>")
+    for call in (
+        '{"name": "g", "arguments": {"k": ' + written + "}}",
+        '{"arguments": {"k": ' + written + '}, "name": "g"}',
+        '{"name": "g", "arguments": ' + json.dumps('{"k": ' + written + "}") + "}",
+    ):
+        letters = [token for letter in call for token in hermes.tokenizer.encode(letter)]
+        for ids in (hermes.tokenizer.encode(call), letters):
+            assert arguments(parse(hermes, [opener, *ids, closer])) == {"k": read}
+    named = say(hermes, '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>')
+    assert named.calls[0][1] == "\ufffd"
 
 
 def test_numbers_and_objects_keep_their_spelling(qwen: Family) -> None:

@@ -1,8 +1,8 @@
 """A worker process around a scheduler without a model: the tokens are a hash of the prompt and their position.
 
 The first prompt token chooses what goes wrong: ``BOOM`` raises in a step, ``DIE`` ends the process in the middle of
-one. The name of the model chooses what goes wrong at load: ``unservable``, ``crash``, ``hang``; a file named ``once``
-loads the first time only.
+one, ``SLOW`` makes one take ``SLOW_SECONDS``. The name of the model chooses what goes wrong at load: ``unservable``,
+``crash``, ``hang``; a file named ``once`` loads the first time only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from engine.worker import Progress, Unservable, main
 
 VOCAB = 250
 CONTEXT = 200_000
-BOOM, DIE = 900_001, 900_002
+BOOM, DIE, SLOW = 900_001, 900_002, 900_003
+SLOW_SECONDS = 1.5
 
 
 def token_at(prompt: tuple[int, ...], index: int) -> int:
@@ -87,6 +88,8 @@ class FakeScheduler:
                 raise RuntimeError("boom")
             if request.tokens[0] == DIE:
                 os._exit(9)
+            if request.tokens[0] == SLOW:
+                time.sleep(SLOW_SECONDS)
             self._running[request.id] = (request, 0)
             replies.append(Admitted(request.id, Reuse(0, 0, 0, 0, len(request.tokens))))
         for request_id, (request, made) in list(self._running.items()):

@@ -76,6 +76,16 @@ def test_a_server_that_was_killed_holds_nothing(short_dir: Path) -> None:
             assert claim.port == port
 
 
+def test_the_next_server_removes_what_killed_ones_left(short_dir: Path) -> None:
+    with claim_port(HOST, 0, short_dir) as living:
+        living.worker_socket.touch()
+        for name in ("1.lock", "1.sock", "2.lock"):
+            (short_dir / name).touch()
+        with claim_port(HOST, 0, short_dir) as claim:
+            left = {entry.name for entry in short_dir.iterdir()}
+            assert left == {f"{claim.port}.lock", f"{living.port}.lock", f"{living.port}.sock"}
+
+
 def test_a_folder_of_others_is_refused(short_dir: Path) -> None:
     short_dir.chmod(0o755)
     with pytest.raises(ServeError, match="not ours alone"):

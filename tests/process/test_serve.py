@@ -170,6 +170,25 @@ def test_no_worker_outlives_a_killed_server(start: Serve, tiny: Path) -> None:
     wait_for(lambda: not alive(state["worker_pid"]))
 
 
+def test_what_a_killed_server_left_is_gone_at_the_next_start(start: Serve, tiny: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    server = start(shutil.copytree(tiny, tmp_path / "hang"), ready_file=str(ready))
+    wait_for(lambda: "loading: weights" in server.log.read_text())
+    assert not ready.exists()
+
+
+def test_an_upgrade_is_nothing_to_warn_about(start: Serve, tiny: Path) -> None:
+    server = start(tiny)
+    headers = {"connection": "upgrade", "upgrade": "websocket"}
+    answer = httpx.get(f"{server.ready()['url']}/v1/responses", headers=headers, timeout=HANG_SECONDS)
+    assert answer.status_code == 426
+    server.process.terminate()
+    code, log = server.ended()
+    assert code == 0
+    assert "pip install" not in log and "upgrade" not in log
+
+
 def test_a_stop_while_loading(start: Serve, tiny: Path, tmp_path: Path) -> None:
     server = start(shutil.copytree(tiny, tmp_path / "hang"))
     wait_for(lambda: "loading: weights" in server.log.read_text())

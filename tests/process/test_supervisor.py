@@ -15,6 +15,7 @@ from launchers import supervisor as supervisor_module
 from launchers.display import Display
 from launchers.runtime import EXIT_GAVE_UP, EXIT_REFUSED, ServeError
 from launchers.supervisor import Supervisor, backoff
+from tests.process.fake_worker import SLOW, SLOW_SECONDS
 from tests.process.support import ENDLESS, FAKE_WORKER, HANG_SECONDS, asked, child_environment, run_async
 
 
@@ -26,12 +27,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watched:
     """A supervisor, its client, and the process ids of the workers that came up."""
 
-    def __init__(self, folder: Path, model: str = "fake") -> None:
+    def __init__(self, folder: Path, model: str = "fake", silence: float = 30.0) -> None:
         self.client = EngineClient()
         self.pids: list[int] = []
         self.socket = folder / "worker.sock"
         config = EngineConfig(model=model)
-        self.supervisor = Supervisor(FAKE_WORKER, config, self.socket, self.client, Display(), self._started)
+        self.supervisor = Supervisor(FAKE_WORKER, config, self.socket, self.client, Display(), self._started, silence)
 
     def _started(self, info: ModelInfo, pid: int) -> None:
         assert info.incarnation == str(pid)
@@ -69,6 +70,48 @@ def test_a_dead_worker_is_replaced(short_dir: Path) -> None:
         await asyncio.wait([running])
         assert not any(map(alive, watched.pids))
         assert not watched.socket.exists()
+        await client.close()
+
+    run_async(scenario())
+
+
+def test_a_stopped_worker_is_replaced(short_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        watched = Watched(short_dir, silence=0.3)
+        running = asyncio.create_task(watched.supervisor.run())
+        client = watched.client
+        await client.ready(HANG_SECONDS)
+        stream = client.submit(asked("r", max_tokens=ENDLESS))
+        assert await stream.admitted(HANG_SECONDS)
+        os.kill(watched.pids[0], signal.SIGSTOP)
+        replies = [reply async for reply in stream]
+        assert isinstance(replies[-1], Failed) and replies[-1].kind == "worker_lost"
+        await client.disconnected()
+        await client.ready(HANG_SECONDS)
+        running.cancel()
+        await asyncio.wait([running])
+        assert len(watched.pids) == 2 and not any(map(alive, watched.pids))
+        await client.close()
+
+    run_async(scenario())
+    assert "has not answered for 0.3 s; killing it" in capfd.readouterr().err
+
+
+def test_a_worker_in_a_long_step_is_left_alone(short_dir: Path) -> None:
+    async def scenario() -> None:
+        watched = Watched(short_dir, silence=0.8 * SLOW_SECONDS)
+        running = asyncio.create_task(watched.supervisor.run())
+        client = watched.client
+        await client.ready(HANG_SECONDS)
+        stream = client.submit(asked("r", (SLOW,), max_tokens=1))
+        stalled = 0.0
+        while await stream.admitted(0.02) is None:
+            stalled = max(stalled, client.stalled_seconds)
+        assert stalled > 0.1
+        assert isinstance([reply async for reply in stream][-1], Done)
+        assert len(watched.pids) == 1 and client.lost == 0
+        running.cancel()
+        await asyncio.wait([running])
         await client.close()
 
     run_async(scenario())
@@ -138,4 +181,4 @@ def test_a_load_can_be_cancelled(short_dir: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_backoff() -> None:
-    assert [backoff(n) for n in (-1, 0, 1, 2, 3, 10, 10_000)] == [0.0, 0.0, 0.5, 1.0, 2.0, 30.0, 30.0]
+    assert [backoff(n) for n in (-1, 0, 1, 2, 3, 10, 10_000)] == [0.0, 0.0, 0.5, 1.0, 2.0, 8.0, 8.0]

@@ -89,6 +89,8 @@ class FakeWorker:
         self._sent: dict[str, int] = {}
         self._writer: asyncio.StreamWriter | None = None
         self.incarnation = 0
+        self.deaf = False
+        """Answers no more questions."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -104,7 +106,7 @@ class FakeWorker:
                         self._tasks[request.id] = asyncio.create_task(self._answer(request))
                     case Abort(request_id):
                         self._abort(request_id)
-                    case GetStats():
+                    case GetStats() if not self.deaf:
                         self._send(Stats({"kv_bytes_used": 1.0}))
         except (EOFError, OSError):
             pass
@@ -112,6 +114,10 @@ class FakeWorker:
             for task in self._tasks.values():
                 task.cancel()
             writer.close()
+
+    def hang_up(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
 
     def _send(self, reply: Reply) -> None:
         assert self._writer is not None

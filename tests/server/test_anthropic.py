@@ -153,6 +153,41 @@ async def test_no_answer_is_thinking_only(family: Family, answer: str) -> None:
         assert message.stop_reason == "end_turn"
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(f"{CALL[:-20]}<|im_end|>"), "tool_use"),
+        (Answer(CALL[:-20], reason="length"), "max_tokens"),
+        (Answer("<tool_call>\n<function=ls>\n", reason="length"), "max_tokens"),
+    ],
+)
+async def test_a_call_that_breaks_off_is_one_that_no_tool_takes(family: Family, answer: Answer, reason: str) -> None:
+    """Stream and whole answer say the same."""
+    body: Any = {"model": "local-moe", "max_tokens": 500, "messages": [USER], "tools": [LS]}
+    async with serving(family, answer) as server, server.http() as http:
+        whole = (await http.post("/v1/messages", json=body)).json()
+        streamed = [
+            json.loads(data)
+            for _, data in events((await http.post("/v1/messages", json={**body, "stream": True})).text)
+        ]
+    raw = "".join(
+        event["delta"].get("partial_json", "") for event in streamed if event["type"] == "content_block_delta"
+    )
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(raw)
+    assert [(block["type"], block["input"]) for block in whole["content"]] == [("tool_use", {"invalid_json": raw})]
+    assert whole["stop_reason"] == streamed[-2]["delta"]["stop_reason"] == reason
+
+
+async def test_thinking_that_was_cut_off_is_not_called_no_answer(family: Family) -> None:
+    async with serving(family, "hm, let me see") as server:
+        message = await server.anthropic().messages.create(
+            model="local-moe", max_tokens=5, messages=[USER], thinking=THINK
+        )
+    assert [block.type for block in message.content] == ["thinking"]
+    assert message.stop_reason == "max_tokens"
+
+
 async def test_without_tools_nothing_is_parsed_as_a_call(family: Family) -> None:
     async with serving(family, f"{CALL}<|im_end|>") as server:
         client = server.anthropic()

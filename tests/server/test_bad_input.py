@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from parsers.conversation import ToolOutput
 from parsers.load import Family
+from server.protocols import anthropic, chat, responses
 from tests.server.support import serving
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +85,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"functions": [{"name": "x"}]}, "functions"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {"logit_bias": {"99999999": 1}}, "not a token id"),
+    (CHAT, {"logit_bias": {"9" * 5000: 1}}, "maps token ids"),
+    (CHAT, {"logit_bias": {"\u0663": 1}}, "maps token ids"),
+    (CHAT, {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}, "at most 1024"),
+    (CHAT, {"stop": ["x" * 300]}, "at most 256 characters"),
+    (CHAT, {"stop": ["x"] * 33}, "at most 32 items"),
+    (MESSAGES, {"stop_sequences": ["x"] * 33}, "at most 32 items"),
     (CHAT, {"top_logprobs": 2}, "needs logprobs"),
     (CHAT, {"stop": [3]}, "stop"),
     (CHAT, {"temperature": "hot"}, "temperature"),
@@ -169,3 +178,45 @@ async def test_what_clients_add_is_ignored(family: Family, path: str) -> None:
     async with serving(family, "</think>\n\nHi<|im_end|>") as server, server.http() as http:
         response = await http.post(f"{path}?beta=true", json={**GOOD[path], **extra})
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (MESSAGES, {"messages": [[]] * 1000}),
+        (MESSAGES, messages(*[{"type": "poem"}] * 1000)),
+        (MESSAGES, {"stop_sequences": [0] * 1000}),
+        (MESSAGES, {"mcp_servers": [0] * 1000}),
+        (RESPONSES, {"input": [[]] * 1000}),
+        (RESPONSES, {"tools": [{"type": "namespace", "name": "n", "tools": [0] * 1000}]}),
+        (CHAT, {"messages": [[]] * 1000}),
+        (CHAT, {"messages": [{"role": "user", "content": [0] * 1000}]}),
+        (CHAT, {"stop": [0] * 1000}),
+        (CHAT, {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
+    ],
+)
+def test_reading_stops_at_the_first_fault(path: str, change: dict[str, Any]) -> None:
+    """Each fault that is reported takes a thousand times the memory of what caused it."""
+    reader = {MESSAGES: anthropic.read, RESPONSES: responses.read, CHAT: chat.reader(lambda _: []).read}[path]
+    with pytest.raises(ValidationError) as caught:
+        reader({**GOOD[path], **change}, {}, "")
+    assert caught.value.error_count() <= 2
+
+
+async def test_more_candidates_than_tokens_are_all_of_them(family: Family) -> None:
+    async with serving(family, "</think>\n\nHi<|im_end|>") as server, server.http() as http:
+        response = await http.post(CHAT, json={**GOOD[CHAT], "top_k": 1 << 70})
+        vocabulary = server.client.info.vocab_size if server.client.info else 0
+    assert response.status_code == 200, response.text
+    assert server.worker.requests[0].sampling.top_k == vocabulary
+
+
+def test_a_deferred_tool_is_described_once() -> None:
+    tool = {"name": "t", "description": "long", "input_schema": {"type": "object"}, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "t"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [reference] * 50}
+    body = {**GOOD[MESSAGES], "tools": [tool], "messages": [{"role": "user", "content": [result, result]}] * 50}
+    turns = anthropic.read(body, {}, "").conversation.turns
+    texts = [block.text for turn in turns for block in turn.blocks if isinstance(block, ToolOutput)]
+    assert [text.count("long") for text in texts] == [1] + [0] * 99
+    assert texts[0].count("Tool t is available.") == 49

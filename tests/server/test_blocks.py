@@ -102,7 +102,17 @@ def test_a_call_that_was_cut_off_is_incomplete() -> None:
     machine = assembler()
     out = run(machine, ToolCallStart(0, "ls"), ToolArgsDelta(0, '{"a'))
     assert out[-1] == BlockEnd(0, "tool_call", '{"a', "call0", "ls", complete=False)
-    assert machine.calls == 0
+    assert machine.calls == 1
+
+
+def test_a_call_that_ended_before_its_arguments_cannot_be_run() -> None:
+    """Clients read no arguments as an empty object."""
+    machine = assembler()
+    out = run(machine, ToolCallStart(0, "wipe"), ToolCallEnd(0, False))
+    assert [event.text for event in out if isinstance(event, BlockDelta)] == ["{"]
+    assert machine.blocks == [ToolCall("call0", "wipe", "{")]
+    whole = run(assembler(), ToolCallStart(0, "ls"), ToolCallEnd(0, True))
+    assert [event for event in whole if isinstance(event, BlockDelta)] == []
 
 
 def test_free_form_input_is_unwrapped_at_its_end() -> None:
@@ -116,6 +126,7 @@ def test_free_form_input_is_unwrapped_at_its_end() -> None:
     )
     assert [event.text for event in out if isinstance(event, BlockDelta)] == ["*** Begin\n"]
     assert machine.blocks == [ToolCall("call0", "apply_patch", "*** Begin\n", freeform=True)]
+    assert freeform_input('{"input": "\\ud800"}') == '{"input": "\\ud800"}'
     assert freeform_input('{"input": 3}') == '{"input": 3}'
     assert freeform_input("raw") == "raw"
 
@@ -138,8 +149,8 @@ def test_arguments_of_calls_outside_a_stream() -> None:
 
     assert body('{"a": 1.5}') == [{"a": 1.5}]
     assert body("") == [{}]
-    assert body('{"a', complete=False) == []
-    for odd in ("[1]", '{"a": NaN}', '{"a": 1e999}', "{" + '"a":{' * 5000):
+    assert body('{"a', complete=False) == [{"invalid_json": '{"a'}]
+    for odd in ("[1]", '{"a": "\\ud800"}', "{" + '"a":{' * 300, '{"a": NaN}', '{"a": 1e999}', "{" + '"a":{' * 5000):
         assert body(odd) == [{"invalid_json": odd}]
 
 

@@ -184,3 +184,14 @@ async def test_history_reaches_the_prompt_in_order(family: Family) -> None:
     places = [text.find(mark) for mark in ("ALPHA", "BETA", "GAMMA", "DELTA", "EPSILON")]
     assert -1 not in places, text
     assert places == sorted(places), text
+
+
+async def test_a_call_that_the_model_breaks_off_wants_an_answer(family: Family) -> None:
+    async with serving(family, f"</think>\n\n{CALL[:-20]}<|im_end|>") as server:
+        completion = await server.openai().chat.completions.create(model="local-moe", messages=[USER], tools=[LS])
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    assert choice.message.tool_calls[0].type == "function"
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(choice.message.tool_calls[0].function.arguments)

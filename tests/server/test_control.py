@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -81,6 +83,8 @@ async def test_keys(family: Family) -> None:
             ({"authorization": "Bearer three"}, 401),
             ({"authorization": "Basic one"}, 401),
             ({"x-api-key": "one"}, 200),
+            ({"authorization": "Bearer three", "x-api-key": "one"}, 200),
+            ({"authorization": "Bearer three", "x-api-key": "three"}, 401),
             ({"authorization": "Bearer two"}, 200),
         ]
         for headers, status in cases:
@@ -88,11 +92,61 @@ async def test_keys(family: Family) -> None:
             assert response.status_code == status, headers
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/v1/stats")).status_code == 401
-        first, second = (request.namespace for request in server.worker.requests)
+        first, again, second = (request.namespace for request in server.worker.requests)
     assert response.json()["type"] == "message"
     assert first
     assert second
-    assert first != second
+    assert first == again != second
+
+
+async def test_sessions_belong_to_a_key(family: Family) -> None:
+    one, two = {"x-api-key": "one"}, {"x-api-key": "two"}
+    async with serving(family, "Hi<|im_end|>", api_keys=("one", "two")) as server, server.http() as http:
+        session = (await http.post("/v1/messages", json=BODY, headers=one)).headers["x-ft-session"]
+        path = f"/v1/sessions/{session}"
+        assert (await http.get("/v1/sessions", headers=two)).json()["data"] == []
+        assert (await http.get(path, headers=two)).status_code == 404
+        assert (await http.delete(path, headers=two)).status_code == 404
+        listed = await http.get("/v1/sessions", headers=one)
+        shown = await http.get(path, headers=one)
+        assert (await http.delete(path, headers=one)).status_code == 200
+        namespace = server.worker.requests[0].namespace
+    assert [entry["id"] for entry in listed.json()["data"]] == [session]
+    assert shown.status_code == 200
+    assert namespace
+    assert namespace not in listed.text + shown.text
+
+
+async def test_a_session_id_that_is_no_text_is_none(family: Family) -> None:
+    body = {**BODY, "metadata": {"user_id": '{"session_id": "\\ud800x"}'}}
+    async with serving(family, "Hi<|im_end|>") as server, server.http() as http:
+        assert (await http.post("/v1/messages", json=body)).status_code == 200
+        listed = await http.get("/v1/sessions")
+    assert [entry["client_id"] for entry in listed.json()["data"]] == [""]
+
+
+async def test_a_worker_without_progress_is_seen(family: Family) -> None:
+    """This one never answers a ping."""
+    async with serving(family, stalled_seconds=0.01) as server, server.http() as http:
+        assert (await http.get("/health")).status_code == 200
+        ping = asyncio.create_task(server.client.ping())
+        await asyncio.sleep(0.02)
+        stalled = await http.get("/health")
+        ping.cancel()
+    assert (stalled.status_code, stalled.json()["status"], stalled.json()["worker"]) == (503, "stalled", "stalled")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/", "/v1/models/../x%0aERROR forged%1b[31m", "//v1/messages"])
+async def test_paths_that_are_not_ours(family: Family, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving(family) as server, server.http() as http:
+            response = await http.post(f"{server.url}{path}", json=BODY)
+            refused = await http.post(f"{server.url}{path}", json=BODY, headers={"host": "evil.example"})
+    assert (response.status_code, refused.status_code) == (404, 403)
+    assert "error" in response.json()
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("server.")]
+    assert len(ours) >= 2
+    assert all(message.isprintable() for message in ours)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +154,12 @@ async def test_keys(family: Family) -> None:
     [
         ({"host": "evil.example"}, 403),
         ({"host": "evil.example:8000"}, 403),
+        ({"host": "evil.example@localhost"}, 403),
+        ({"host": "evil.example\\@localhost"}, 403),
+        ({"host": "localhost/evil.example"}, 403),
+        ({"host": "localhost?evil.example"}, 403),
+        ({"origin": "http://evil.example@localhost"}, 403),
+        ({"host": "LOCALHOST"}, 200),
         ({"host": "localhost:9"}, 200),
         ({"host": "[::1]:9"}, 200),
         ({"origin": "http://evil.example"}, 403),

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from engine.client import WorkerUnavailable
 from parsers.load import Family
 from server.app import create_app
 from server.blocks import Assembler
@@ -199,6 +200,53 @@ async def test_after_a_lost_worker_the_next_one_serves(family: Family, path: str
         detail = server.state.sessions.get(session.id)
     assert detail is not None
     assert detail.requests[-1].cause in ("worker_restart", "first_request", "none")
+
+
+@PATHS
+async def test_requests_that_wait_for_a_worker_are_told_when_the_server_stops(family: Family, path: str) -> None:
+    async with serving(family, connect=False) as server, server.http() as http:
+        waiting = asyncio.create_task(http.post(path, json=BODIES[path]))
+        while not server.state.counters.requests:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
+        await server.client.close()
+        response = await asyncio.wait_for(waiting, 10)
+    assert response.status_code == (529 if path == "/v1/messages" else 503)
+    assert "shutting down" in response.json()["error"]["message"]
+
+
+@PATHS
+async def test_a_request_lost_before_it_began_goes_to_the_next_worker(family: Family, path: str) -> None:
+    answer = Answer(TEXT, admit=False)
+    async with serving(family, answer) as server, server.http() as http:
+        waiting = asyncio.create_task(http.post(path, json=BODIES[path]))
+        while not server.worker.requests:
+            await asyncio.sleep(0.005)
+        server.worker.hang_up()
+        await server.client.disconnected()
+        answer.admit = True
+        await server.client.connect(server.socket)
+        assert (await waiting).status_code == 200
+        assert len(server.worker.requests) == 2
+        await server.idle()
+
+
+async def test_stats_do_not_wait_for_a_stopped_worker(family: Family) -> None:
+    async with serving(family) as server:
+        server.worker.deaf = True
+        with pytest.raises(WorkerUnavailable, match="did not answer"):
+            await server.client.stats(timeout=0.01)
+
+
+@PATHS
+async def test_a_refused_request_leaves_no_session(family: Family, path: str) -> None:
+    async with serving(family, context_length=20) as server, server.http() as http:
+        assert (await http.post(path, json=BODIES[path])).status_code == 400
+        assert server.state.sessions.list() == []
+    async with serving(family, Answer("", refuse=("context_length", "no"))) as server, server.http() as http:
+        assert (await http.post(path, json=BODIES[path])).status_code == 400
+        assert server.state.sessions.list() == []
+        assert server.state.sessions.stats()["session_prefix_keys"] == 0
 
 
 @PATHS

@@ -152,6 +152,34 @@ def test_added_defaults_follow_the_schema_into_nested_objects() -> None:
     assert not same_arguments(sent, '{"edits": [{"mode": "one", "path": "a"}]}', schema)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"all": {"type": "boolean", "default": True}}},
+        {"properties": {"all": {"anyOf": [{"type": "boolean", "default": True}, {"type": "null"}]}}},
+        {"properties": {"all": {"$ref": "#/$defs/on"}}, "$defs": {"on": {"allOf": [{"default": True}]}}},
+        {"allOf": [{"$ref": "#/$defs/whole"}], "$defs": {"whole": {"properties": {"all": {"default": True}}}}},
+        {"$ref": "#", "properties": {"all": {"oneOf": [{"$ref": "#/properties/all"}, {"default": True}]}}},
+    ],
+)
+def test_a_declared_default_is_the_only_one(schema: dict[str, Any]) -> None:
+    assert same_arguments('{"n": 1}', '{"n": 1, "all": true, "other": false}', schema)
+    for said in ("false", "null", '""', "[]", "{}", "1"):
+        assert not same_arguments('{"n": 1}', f'{{"n": 1, "all": {said}}}', schema), said
+    nested = {"properties": {"parts": {"items": {"$ref": "#/$defs/part"}}}, "$defs": {"part": schema}}
+    nested["$defs"] |= schema.get("$defs", {})
+    if "#/properties" not in json.dumps(schema):
+        assert same_arguments('{"parts": [{}]}', '{"parts": [{"all": true}]}', nested)
+        assert not same_arguments('{"parts": [{}]}', '{"parts": [{"all": false}]}', nested)
+
+
+def test_a_schema_of_circles_is_read_in_no_time() -> None:
+    circle: dict[str, Any] = {"anyOf": [{"$ref": "#/properties/a"} for _ in range(50)]}
+    schema = {"properties": {"a": circle, "b": {"allOf": [circle] * 10}}}
+    assert same_arguments("{}", '{"a": null, "b": false}', schema)
+    assert not same_arguments("{}", '{"a": 1}', schema)
+
+
 @pytest.mark.parametrize("bad", ['{"a": ', "not json", '{"a": 1} trailing', '{"t": "𝄞' + "x" * 3000])
 def test_invalid_json_comes_back_wrapped(bad: str) -> None:
     units = bad.encode("utf-16-le")
@@ -282,3 +310,29 @@ def test_free_form_input_is_compared_as_it_is() -> None:
     sent = ToolCall("call_1", "apply_patch", "*** Begin Patch", freeform=True)
     assert same_turn((sent,), (sent,), {})
     assert not same_turn((sent,), (ToolCall("call_1", "apply_patch", "*** Begin  Patch", freeform=True),), {})
+
+
+FIRST, SECOND = CALL, ToolCall("toolu_2", "Bash", "{}")
+MIXED = (Text("One."), FIRST, Text("Two. "), Text(" \n"), SECOND)
+
+
+@pytest.mark.parametrize(
+    ("echo", "same"),
+    [
+        (MIXED, True),
+        ((Text("One. "), FIRST, Text("Two."), SECOND), True),
+        ((Text("One.Two."), FIRST, SECOND), True),  # as chat clients hold it
+        ((Text("One."), Text("Two."), FIRST, SECOND), True),
+        ((Text("One."), FIRST, SECOND, Text("Two.")), False),
+        ((FIRST, Text("One."), Text("Two."), SECOND), False),
+        ((FIRST, SECOND, Text("One."), Text("Two.")), False),
+        ((Text("Two."), FIRST, Text("One."), SECOND), False),
+    ],
+)
+def test_text_keeps_its_place_among_the_calls(echo: Any, same: bool) -> None:
+    assert same_turn(MIXED, echo, {}) is same
+
+
+def test_text_moved_behind_a_call_is_an_edit() -> None:
+    assert not same_turn((Text("One."), FIRST), (FIRST, Text("One.")), {})
+    assert not same_turn((FIRST, Text("One.")), (FIRST, SECOND, Text("One.")), {})

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from parsers.conversation import Conversation, Text, Tool, Turn
-from sessions.harness import GENERIC, RequestMeta, identify, recognise
+from sessions.harness import CLAUDE_CODE, GENERIC, RequestMeta, identify, recognise, without_volatile
 
 HELLO = Conversation((Turn("user", (Text("Hello"),)),), (Tool("Bash"),))
+BILLING = "x-anthropic-billing-header:"
 BARE = Conversation(HELLO.turns)
 BILLED = Conversation((Turn("system", (Text("x-anthropic-billing-header: cc_version=2;"),)), *HELLO.turns))
 
@@ -80,3 +81,27 @@ def test_claudes_request_for_a_summary(marker: str) -> None:
     answered = (*HELLO.turns, asked, Turn("assistant", (Text("Sum."),)), *HELLO.turns)
     assert told(Conversation(answered, HELLO.tools), meta)[2] == "main"
     assert told(Conversation((asked,), HELLO.tools), RequestMeta("chat"))[2] == "main"
+
+
+def cleaned(text: str) -> str:
+    conversation = Conversation((Turn("system", (Text(text), Text("Be brief."))), *HELLO.turns))
+    first = without_volatile(CLAUDE_CODE, conversation).turns[0].blocks[0]
+    assert isinstance(first, Text)
+    return "" if first == Text("Be brief.") else first.text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"{BILLING} a=1;", ""),
+        (f" \n\u2003{BILLING} a=1;\n  kept\n{BILLING}", f"  kept\n{BILLING}"),
+        (f"{BILLING}\n\n{BILLING} b\r\n\tx", "\tx"),
+        (f"kept\n{BILLING}", f"kept\n{BILLING}"),
+        (" \n ", " \n "),
+        (f"{BILLING} a;\n" * 200_000 + " x", " x"),  # in one pass: line by line it would take hours
+        (" \n" * 500_000 + "x", " \n" * 500_000 + "x"),
+    ],
+    ids=range(7),
+)
+def test_volatile_lines_at_the_beginning_are_left_out(text: str, left: str) -> None:
+    assert cleaned(text) == left

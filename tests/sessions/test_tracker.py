@@ -216,3 +216,48 @@ def test_a_session_is_bounded_by_itself(worlds: Any) -> None:
         headers = {**claude.meta.headers, "x-claude-code-agent-id": str(number)}
         world.agent(replace(claude.meta, headers=headers)).user("Help.").say(call())
     assert world.sessions.get(world.sessions.list()[0].id).branches == ("7", "8", "9")
+
+
+def test_a_request_that_was_not_accepted_leaves_nothing(worlds: Any) -> None:
+    world = worlds(Limits(max_sessions=1))
+    agent = world.chat().user("Hello")
+    agent.say(call())
+    agent.outputs("ok")
+    before = world.sessions.stats(), world.sessions.list()
+    for meta in (RequestMeta("chat"), RequestMeta("chat", {"x-session-id": "s"}), world.claude().meta):
+        world.sessions.begin(meta, Conversation((Turn("user", (Text("Other"),)),)), "one")
+        world.sessions.begin(agent.meta, Conversation((*agent.turns, Turn("user", (Text("More"),)))), "one")
+    after = world.sessions.stats()
+    assert {name: after[name] for name in after if not name.startswith("echo")} == {
+        name: before[0][name] for name in before[0] if not name.startswith("echo")
+    }
+    assert world.sessions.list() == before[1]
+    assert agent.ask(Text("Done.")).report.cause == "none"
+
+
+def test_two_first_requests_at_once_are_one_session(world: Any) -> None:
+    conversation = Conversation((Turn("user", (Text("Hello"),)),))
+    visits = [world.sessions.begin(RequestMeta("chat"), conversation, "one") for _ in range(2)]
+    prompt = world.family.render(conversation)
+    for visit in visits:
+        report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+        visit.finish(prompt, (1, 2), (Text("Hi."),), (), report, True)
+    (summary,) = world.sessions.list()
+    assert {visit.session_id for visit in visits} == {summary.id}
+    assert (summary.requests, summary.branches) == (2, 1)
+
+
+def test_a_flood_in_one_namespace_drops_its_own_sessions(worlds: Any) -> None:
+    world = worlds(Limits(max_sessions=6))
+    for number in range(3):
+        world.agent(RequestMeta("chat", {"x-session-id": str(number)}, namespace="small")).user("Hello").say(call())
+    kept = world.sessions.list("small")
+    for number in range(20):
+        world.agent(RequestMeta("chat", {"x-session-id": str(number)}, namespace="flood")).user("Hello").say(call())
+    assert world.sessions.list("small") == kept
+    assert [summary.client_id for summary in world.sessions.list("flood")] == ["19", "18", "17"]
+    assert world.sessions.list() == []
+    assert world.sessions.get(kept[0].id) is None
+    assert not world.sessions.forget(kept[0].id, "flood")
+    assert world.sessions.get(kept[0].id, "small") is not None
+    assert world.sessions.forget(kept[0].id, "small")

@@ -26,6 +26,7 @@ from xxhash import xxh3_128_digest
 
 from sessions.store.format import Place
 from sessions.store.mirror import Entry
+from sessions.store.payload import Pool
 from sessions.store.retention import Budget, Item, Level, Point, Prior, thin, victims
 from sessions.store.store import Store, open_store
 
@@ -217,6 +218,23 @@ def test_thinning_keeps_both_ends_covered() -> None:
     positions = [point.position for point in points]
     gaps = [b - a for a, b in zip([0, *positions], positions, strict=False)]
     assert positions[-1] == 32000 and max(gaps) <= 8000 and gaps[-1] < max(gaps)
+
+
+def test_memory_of_payloads_is_used_again_when_nobody_reads_it() -> None:
+    size = 3 << 20
+    pool = Pool((size, 10))
+    first = pool.gather([memoryview(b"a" * (size - 5)), memoryview(b"b" * 5)])
+    assert bytes(first.view) == b"a" * (size - 5) + b"b" * 5
+    reader = first
+    del first
+    second = pool.gather([memoryview(b"c" * size)])
+    assert bytes(reader.view[-5:]) == b"bbbbb", "overwritten while it was read"
+    memory = reader.view
+    del reader
+    third = pool.gather([memoryview(b"d" * size)])
+    assert third.view is memory and bytes(second.view) == b"c" * size
+    del third
+    assert len(pool.gather([memoryview(b"e" * (2 << 20))]).view) == 2 << 20
 
 
 def test_the_budget_drains() -> None:

@@ -78,6 +78,21 @@ def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_quota_that_was_lowered(tmp_path: Path) -> None:
+    store = open_store(settings(tmp_path, quota_bytes=16 * MIB))
+    for number in range(10):
+        for page in chain(number, 60):
+            page.put(store)
+        store.flush(10.0)
+    store.close()
+    assert disk_usage(tmp_path) > 9 * MIB
+    store = open_store(settings(tmp_path, quota_bytes=4 * MIB))
+    assert store.flush(10.0)
+    assert disk_usage(tmp_path) <= 4 * MIB
+    assert 50 < store.stats()["extents"] < 300
+    store.close()
+
+
 def test_pages_are_evicted_from_the_end(tmp_path: Path) -> None:
     """What is left of every chain is a start of it."""
     store = open_store(settings(tmp_path, quota_bytes=4 * MIB, host_bytes=0, state_components=()))
