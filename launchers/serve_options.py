@@ -81,12 +81,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step")
 
 
+def default_store() -> Path:
+    return state_directory(os.environ) / "store"
+
+
 def add_store(group: argparse._ArgumentGroup) -> None:
-    """Where the store is: the same for the server and for the commands that look after it."""
-    default = state_directory(os.environ) / "store"
     choice = group.add_mutually_exclusive_group()
     choice.add_argument(
-        "--store", type=Path, metavar="DIR", default=default, help="folder of the store (default: %(default)s)"
+        "--store", type=Path, metavar="DIR", default=default_store(), help="its folder (default: %(default)s)"
     )
     choice.add_argument("--no-store", dest="store", action="store_const", const=None, help="keep nothing on disk")
 
