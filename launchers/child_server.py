@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +57,15 @@ class ChildServer:
     ) -> None:
         self._stop()
 
+    def restart(self, *, kill: bool = False) -> None:
+        """A new server over the same store, at another ``url``. ``kill``: the old one and its worker get no time."""
+        if kill:
+            worker = self.worker_pid
+            self._process.kill()
+            os.kill(worker, signal.SIGKILL)
+        self._stop()
+        self.__enter__()
+
     @property
     def pid(self) -> int:
         """The process id of the server."""
@@ -64,6 +75,11 @@ class ChildServer:
     def worker_pid(self) -> int:
         """The process id of the worker that was ready last."""
         return int(self._state()["worker_pid"])
+
+    def wait_until_stored(self) -> None:
+        """A pause in which what was computed reaches the disk; it takes seconds. Raises httpx.HTTPError."""
+        while self.get("/v1/store")["queue_extents"]:
+            time.sleep(POLL_SECONDS)
 
     def get(self, path: str) -> Any:
         """The JSON that ``GET path`` answers. Raises httpx.HTTPError."""
