@@ -228,9 +228,10 @@ class Scheduler:
         request, lease = sequence.request, _leased(sequence)
         sequence.fed, sequence.reach = plan.position, None
         sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
-        wants = {
-            one.position // self._grid * self._grid: Want(one.kind, one.priority, one.pinned) for one in request.anchors
-        }
+        wants = [
+            (one.position // self._grid * self._grid, Want(one.kind, one.priority, one.pinned))
+            for one in request.anchors
+        ]
         self.memory.repin(lease, sequence.tokens, wants)
         self._running.append(sequence)
         self._running.sort(key=lambda one: one.order)

@@ -5,7 +5,7 @@ Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -254,9 +254,9 @@ class Memory:
                 self._fell(old)
         return True
 
-    def repin(self, lease: Lease, tokens: Sequence[int], wants: Mapping[int, Want]) -> None:
-        """What this session pinned on the way of its prompt is released, and what its request wants there, by
-        position, is wanted once more."""
+    def repin(self, lease: Lease, tokens: Sequence[int], wants: Sequence[tuple[int, Want]]) -> None:
+        """What this session pinned on the way of its prompt is released, and what its request wants there is wanted
+        once more; of several wishes for a position the strongest holds."""
         if lease.side or lease.background:
             return
         released: list[Checkpoint] = []
@@ -266,7 +266,7 @@ class Memory:
                 if one.want.pinned and one.session == lease.session:
                     self.checkpoints.release(one, replace(one.want, pinned=False))
                     released.append(one)
-        for position, want in wants.items():
+        for position, want in wants:
             checkpoint = self._checkpoint_at(lease, tokens, position)
             if checkpoint is not None:
                 self._renew(checkpoint, lease, want)

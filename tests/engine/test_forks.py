@@ -25,7 +25,7 @@ def turn(memory: Memory, tokens: list[int], session: str = "s") -> int:
     """A whole turn over these tokens; where it went on."""
     plan = memory.plan(tokens, "")
     lease = memory.open(plan, session, side=False)
-    memory.repin(lease, tokens, {})
+    memory.repin(lease, tokens, [])
     assert memory.grow(lease, len(tokens))
     memory.advance(lease, tokens, len(tokens))
     memory.close(lease, tokens, len(tokens), TIP)
@@ -75,7 +75,7 @@ def test_a_pin_within_a_page_is_renewed_and_released_from_any_branch() -> None:
     for seed in (2, 3):
         tokens = stem + prompt(seed, 80)
         lease = memory.open(memory.plan(tokens, ""), "s", side=False)
-        memory.repin(lease, tokens, {100: Want("here", 90.0, pinned=True)})
+        memory.repin(lease, tokens, [(100, Want("here", 90.0, pinned=True)), (100, Want("too", 1.0))])
         assert memory.grow(lease, 180)
         memory.advance(lease, tokens, 180)
         slot = memory.reserve_slot(lease, TIP)
