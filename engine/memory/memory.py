@@ -326,6 +326,7 @@ class Memory:
         self.behind.cancel(forgotten)
         if session is None:
             self.index.clear()
+            self.history = History(HISTORY)
             return
         for checkpoint in forgotten:
             self.index.detach(checkpoint)
