@@ -72,11 +72,6 @@ class ChildServer:
         return self._process.pid
 
     @property
-    def pid(self) -> int:
-        """The process id of the server."""
-        return self._process.pid
-
-    @property
     def worker_pid(self) -> int:
         """The process id of the worker that was ready last."""
         return int(self._state()["worker_pid"])
