@@ -186,10 +186,13 @@ class Memory:
         if checkpoint is not None:
             self._renew(checkpoint, lease, want)
 
-    def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want) -> bool:
-        """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept."""
+    def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want | None) -> bool:
+        """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept.
+        ``tip`` None: that state is of no use."""
         kept = False
-        if fed > 0 and self.recurrent:
+        if tip is None:
+            pass
+        elif fed > 0 and self.recurrent:
             slot = self.reserve_slot(lease, tip)
             if slot is not None:
                 self._mover.copy_state(lease.slot, slot)
