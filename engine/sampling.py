@@ -52,8 +52,8 @@ class _Seen:
     """Distinct token ids and how often each was seen, in arrays that grow in place."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._ids, self._times = np.unique(np.asarray(tokens, np.int64), return_counts=True)
-        self._times = self._times.astype(np.float64)
+        self._ids, times = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+        self._times: Floats = times.astype(np.float64)
         self._count = len(self._ids)
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
