@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from engine.layers.ops import Ops
 from engine.layers.reference import ReferenceOps
 from engine.memory.memory import Memory
 from engine.memory.store import StateStore
-from engine.models.fields import read_config
+from engine.models.fields import MOST_CONTEXT, read_config
 from engine.models.model import Progress
 from engine.models.registry import find_architecture
 from engine.native.library import NativeLibraryError
@@ -29,7 +30,7 @@ OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
 """Given the fingerprint and the bytes of each component of a page and of a state."""
 
 MAX_CHECKPOINTS = 4096
-"""More would make choosing which one gives way slow; only toy models reach it."""
+"""Only toy models reach it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Engine:
 
 def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore | None = None) -> Engine:
     """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served."""
+    _check(config)
     directory = Path(config.model)
     raw = read_config(directory)
     architecture = find_architecture(raw)
@@ -60,7 +62,15 @@ def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore 
         raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(source.dtype)} bytes")
     checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
     live = config.max_sequences
-    runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
+    size = pages * manifest.page_bytes(source.dtype) + (1 + live + checkpoints) * manifest.slot_bytes
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
+    if size > machine:
+        raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
+    try:
+        runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
+    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for it
+        raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
     store = None
     if open_store is not None:
         progress("store", 0, 1)
@@ -87,6 +97,21 @@ def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore 
         incarnation=uuid.uuid4().hex,
     )
     return Engine(info, runner, memory)
+
+
+def _check(config: EngineConfig) -> None:
+    """Numbers that cannot be meant; raises BadConfig."""
+    for name, value, least, most in (
+        ("threads", config.threads, 0, 1 << 12),
+        ("context_length", config.context_length, 0, MOST_CONTEXT),
+        ("kv_bytes", config.kv_bytes, 1, 1 << 60),
+        ("checkpoint_bytes", config.checkpoint_bytes, 0, 1 << 60),
+        ("max_sequences", config.max_sequences, 1, 1 << 12),
+        ("chunk_tokens", config.chunk_tokens, 1, 1 << 20),
+        ("queue", config.queue, 1, 1 << 20),
+    ):
+        if not least <= value <= most:
+            raise BadConfig(f"{name} {value} is not from {least} to {most}; change it")
 
 
 def make_ops(config: EngineConfig) -> tuple[Ops, str]:

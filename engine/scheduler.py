@@ -30,7 +30,7 @@ from engine.api import (
     Tokens,
 )
 from engine.loading import Engine, OpenStore, load_engine
-from engine.memory.keys import common_tokens, encode
+from engine.memory.keys import common_tokens
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
@@ -176,15 +176,17 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) + len(self._restoring) >= self._config.max_sequences:
                 return
-            request = sequence.request
-            if request.background and foreground:
-                continue
-            plan = self.memory.plan(sequence.tokens, request.namespace, sequence.reach)
-            if self._shared_by_another(sequence, plan):
+            request, fits = sequence.request, False
+            if sequence.waiting or (request.background and foreground):
                 continue
             modest = request.side or request.background
-            fits = self.memory.fits(plan, sequence.pages_needed(), modest=modest)
+            if not self._running or sequence.refused != self.memory.pool.released:
+                plan = self.memory.plan(sequence.encoded, request.namespace, sequence.reach)
+                if self._shared_by_another(sequence, plan):
+                    continue
+                fits = self.memory.fits(plan, sequence.pages_needed(), modest=modest)
             if not fits:
+                sequence.refused = self.memory.pool.released
                 busy = self._running or self._restoring or self.memory.draining
                 if busy and modest:
                     continue
@@ -209,17 +211,17 @@ class Scheduler:
     def _shared_by_another(self, sequence: Sequence, plan: Plan) -> bool:
         """Whether another is reading what this one would read too, or its prefill is about to compute a page or more
         that this one could then reuse; if so it is asked to leave a checkpoint there."""
-        tokens = encode(sequence.tokens)
         for other in (*self._restoring, *self._running):
             if other.request.namespace != sequence.request.namespace:
                 continue
-            shared = min(common_tokens(tokens, encode(other.tokens)), len(sequence.tokens) - 1)
+            shared = min(common_tokens(sequence.encoded, other.encoded), len(sequence.tokens) - 1)
             position = shared // PAGE * PAGE
             if other.plan is not None:
                 if plan.stored and min(position, other.plan.position) > PAGE * len(plan.pages):
                     return True
             elif other.remaining > 1 and position >= plan.position + PAGE and position > other.fed:
                 other.want(position, BRANCH)
+                sequence.waits = other, position
                 return True
         return False
 
@@ -228,11 +230,14 @@ class Scheduler:
         request, lease = sequence.request, _leased(sequence)
         sequence.fed, sequence.reach = plan.position, None
         sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
-        wants = [
-            (one.position // self._grid * self._grid, Want(one.kind, one.priority, one.pinned))
-            for one in request.anchors
-        ]
-        self.memory.repin(lease, sequence.tokens, wants)
+        released = self.memory.unpin(lease, sequence.tokens)
+        for anchor in request.anchors:
+            position, want = (
+                anchor.position // self._grid * self._grid,
+                Want(anchor.kind, anchor.priority, anchor.pinned),
+            )
+            self.memory.renew(lease, sequence.tokens, position, want)
+        self.memory.demote(released)
         self._running.append(sequence)
         self._running.sort(key=lambda one: one.order)
         if sequence.reuse is not None:
@@ -432,7 +437,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._release(sequence)
         self._counts["aborted" if reason == "abort" else "finished"] += 1
-        reuse = sequence.reuse or self.memory.plan(sequence.tokens, sequence.request.namespace).reuse
+        reuse = sequence.reuse or self.memory.plan(sequence.encoded, sequence.request.namespace).reuse
         kept = tuple(sorted(sequence.kept))
         times = (sequence.prefill_seconds, sequence.decode_seconds)
         self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine.api import PAGE, FinishReason, Request, Reuse
+from engine.memory.keys import encode
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
@@ -22,9 +23,10 @@ BRANCH = Want("branch", 40.0)
 @dataclass(eq=False)
 class Sequence:
     """``tokens``: prompt and sampled; the first ``fed`` of them are in the state. ``wanted``: checkpoints to take in
-    prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot). ``plan``:
-    what it waits for while it is restored. ``reach``: how far the next plan may go, after a restore that failed
-    (``corrupt``: one did)."""
+    prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot). ``waits``:
+    for another to compute up to a position, where it was asked to leave a checkpoint. ``refused``: when it last did
+    not fit, as the pool's ``released``. ``plan``: what it waits for while it is restored. ``reach``: how far the next
+    plan may go, after a restore that failed (``corrupt``: one did)."""
 
     request: Request
     order: int
@@ -42,10 +44,13 @@ class Sequence:
     """Bytes that were read for it and not yet built on."""
     wanted: dict[int, Want] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
+    waits: tuple[Sequence, int] | None = None
+    refused: int = -1
     kept: set[int] = field(default_factory=set)
     """Positions at which checkpoints were kept."""
     started: float = 0.0
     prefilled: float = 0.0
+    _encoded: bytes = b""
 
     @classmethod
     def of(cls, request: Request, order: int, context: int) -> Sequence:
@@ -55,6 +60,18 @@ class Sequence:
     @property
     def prompt(self) -> int:
         return len(self.request.tokens)
+
+    @property
+    def encoded(self) -> bytes:
+        """All tokens, as page keys take them."""
+        if len(self._encoded) < 4 * len(self.tokens):
+            self._encoded += encode(self.tokens[len(self._encoded) // 4 :])
+        return self._encoded
+
+    @property
+    def waiting(self) -> bool:
+        """Whether what it waits for is still to come; an other that ends or gives way forgets its wishes."""
+        return self.waits is not None and self.waits[1] in self.waits[0].wanted
 
     @property
     def remaining(self) -> int:

@@ -35,7 +35,7 @@ class ServerSettings(BaseModel):
     worker_seconds: float = Field(default=30.0, ge=0)
     send_seconds: float = Field(default=120.0, gt=0)
     stalled_seconds: float = Field(default=20.0, gt=0)
-    max_body_bytes: int = Field(default=64 << 20, gt=0)
+    max_body_bytes: int = Field(default=32 << 20, gt=0)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
     idle_prefill: bool = True

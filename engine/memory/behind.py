@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from engine.api import PAGE
@@ -28,12 +28,10 @@ class Source(Protocol):
 
 
 class WriteBehind:
-    """``store`` None: everything here does nothing. ``now`` is the time of the last ``tick``. ``on_saved`` hears of
-    pages that the store has from now on."""
+    """``store`` None: everything here does nothing. ``now`` is the time of the last ``tick``."""
 
-    def __init__(self, source: Source, store: StateStore | None, on_saved: Callable[[Node], None]) -> None:
+    def __init__(self, source: Source, store: StateStore | None = None) -> None:
         self.store = store
-        self._on_saved = on_saved
         self.now = 0.0
         self._source = source
         self._due: dict[Checkpoint, float] = {}
@@ -81,9 +79,6 @@ class WriteBehind:
             data = self._source.page_bytes(node.page, count)
             store.put_page(parent.key, node.key, node.tokens, data, position=node.start + count)
             known = self._has(parent.key, node)
-        if known and not node.saved:
-            node.saved = True
-            self._on_saved(node)
         node.saved = known
 
     def _has(self, parent: bytes, node: Node) -> bool:

@@ -24,17 +24,17 @@ from engine.memory.states import Checkpoint
 @dataclass(eq=False, slots=True)
 class Node:
     """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
-    ``start``: tokens before it. ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``:
-    those on the pages after this one, by their tokens there. ``children``: sorted by their tokens. ``side``: left by a
-    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store was given it."""
+    ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``: those on the pages after this
+    one, by their tokens there. ``children``: sorted by their tokens. ``start``: tokens before it. ``side``: left by a
+    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store had it when asked."""
 
     parent: Node | None
     tokens: bytes
     page: int
     key: bytes | None
-    start: int
     used: int
     side: bool
+    start: int = -PAGE
     background: bool = False
     saved: bool = False
     children: list[Node] = field(default_factory=list)
@@ -67,7 +67,7 @@ class PageIndex:
 
     def root(self, key: bytes) -> Node:
         """The node before the first page of a namespace; remembered while it has pages."""
-        return self._roots.get(key) or Node(None, b"", -1, key, -PAGE, 0, False)
+        return self._roots.get(key) or Node(None, b"", -1, key, 0, False)
 
     def find(self, parent: Node, page: bytes) -> Node | None:
         """The full page after ``parent`` with exactly these tokens; its key alone is not trusted."""
@@ -92,7 +92,7 @@ class PageIndex:
         if node is None and shorter is not None and tokens.startswith(shorter.tokens):
             node = self._extend(shorter, tokens, page, key)
         if node is None:
-            node = Node(parent, tokens, page, key, parent.start + PAGE, self.clock, side)
+            node = Node(parent, tokens, page, key, self.clock, side, parent.start + PAGE)
             self._pool.keep(page)
             self.pages += 1
             parent.children.insert(at, node)
@@ -115,7 +115,7 @@ class PageIndex:
 
     def fell(self, node: Node) -> None:
         """What lies on a page is no longer wanted as much."""
-        if node in self._leaves:
+        if not node.children:
             self._leaves.push(node)
 
     def holding(self, parent: Node, tokens: bytes) -> Node | None:
@@ -171,12 +171,12 @@ class PageIndex:
 
     def clear(self, *, useless: bool = False) -> None:
         """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs."""
-        while free := [
-            node
-            for node in self.nodes()
-            if not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
-        ]:
-            for node in free:
+
+        def going(node: Node) -> bool:
+            return not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
+
+        while gone := [node for node in self.nodes() if going(node)]:
+            for node in gone:
                 self.remove(node)
 
     def remove(self, node: Node) -> None:
@@ -207,12 +207,11 @@ class PageIndex:
             yield node
             stack.extend(node.children)
 
-    def _value(self, leaf: Node) -> tuple[bool, bool, bool, bool, int]:
-        """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from; what the store
-        has is cheap to lose."""
+    def _value(self, leaf: Node) -> tuple[bool, bool, bool, int]:
+        """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from."""
         pinned = any(one.must_keep for one in leaf.checkpoints.values())
         useless = self._recurrent and not leaf.checkpoints
-        return not leaf.side, not useless, pinned, not leaf.saved, leaf.used
+        return not leaf.side, not useless, pinned, leaf.used
 
     def _extend(self, node: Node, tokens: bytes, page: int, key: bytes | None) -> Node:
         """A partial page that goes on: same node, more tokens."""

@@ -5,7 +5,7 @@ Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,6 +25,9 @@ HISTORY = 1 << 16
 """Pages and checkpoints remembered beyond their eviction; 64 Ki pages are 4 Mi tokens and about 40 MB."""
 
 
+_COUNTERS = ("pages_evicted_for_side", "background_hit_tokens", "background_wasted_tokens", "restored_bytes")
+
+
 class Mover(Source, Protocol):
     def copy_page(self, source: int, target: int) -> None: ...
     def copy_state(self, source: int, target: int) -> None: ...
@@ -33,8 +36,8 @@ class Mover(Source, Protocol):
 @dataclass(eq=False, slots=True)
 class Lease:
     """What a running sequence has: ``table`` of physical pages, ``nodes`` of the leading full ones that are cached
-    (``sealed`` False: no more can be), and the live state ``slot``. ``restore``: what is still being read into it.
-    ``last_resort``: a side request that cannot run at all unless it evicts what others left."""
+    (``sealed`` False: no more can be), and the live state ``slot``. ``last_resort``: a side request that cannot run at
+    all unless it evicts what others left. ``restore``: what is still being read into it."""
 
     root: bytes
     session: str
@@ -68,13 +71,12 @@ class Memory:
         self.pool = PagePool(pages)
         self.index = PageIndex(self.pool, recurrent, self._evicting, self._drop)
         self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, self._detach)
-        self.behind = WriteBehind(mover, store, self.index.fell)
+        self.behind = WriteBehind(mover, store)
         self.history = History(HISTORY)
         self.free_live = list(range(live, ZERO_SLOT, -1))
         self.draining: list[Lease] = []
         """Leases given up while something was still being read into them."""
-        self._evicted_for_side = 0
-        self._counts = dict.fromkeys(("background_hit_tokens", "background_wasted_tokens", "restored_bytes"), 0)
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._mover = mover
         self._fingerprint = fingerprint
 
@@ -90,10 +92,11 @@ class Memory:
             self.draining.remove(lease)
             self._let_go(lease)
 
-    def plan(self, tokens: Sequence[int], namespace: str, limit: int | None = None) -> Plan:
-        """Where a sequence of these tokens can start, at ``limit`` at most; at least the last one is left to feed."""
+    def plan(self, tokens: bytes, namespace: str, limit: int | None = None) -> Plan:
+        """Where a sequence of these encoded tokens can start, at ``limit`` at most; at least the last one is left to
+        feed."""
         root, store = root_key(self._fingerprint, namespace), self.behind.store
-        return resume.plan(self.index, store, self.history, root, encode(tokens), recurrent=self.recurrent, limit=limit)
+        return resume.plan(self.index, store, self.history, root, tokens, recurrent=self.recurrent, limit=limit)
 
     def fits(self, plan: Plan, tokens: int, *, modest: bool) -> bool:
         """Whether a sequence of ``tokens`` can be held now, besides those that run. ``modest``: a side or background
@@ -111,7 +114,7 @@ class Memory:
         self, plan: Plan, session: str, *, side: bool, background: bool = False, last_resort: bool = False
     ) -> Lease:
         """Take what a plan needs; ``fits`` said yes, with ``modest`` False for a last resort. Ready to go on at
-        ``plan.position``, if nothing has to be read; else when ``restore`` says so and ``restored`` was called."""
+        ``plan.position`` if nothing has to be read; else when ``restore`` says so and ``restored`` was called."""
         self.index.clock += 1
         if not (side or background):
             self.checkpoints.touch(session)
@@ -191,7 +194,7 @@ class Memory:
     def _evict_for_side(self, lease: Lease) -> bool:
         """What is pinned, or where a turn ended, goes last, and the oldest first."""
         evicted = lease.last_resort and self.index.evict(side=False)
-        self._evicted_for_side += evicted
+        self._counts["pages_evicted_for_side"] += evicted
         return evicted
 
     def advance(self, lease: Lease, tokens: Sequence[int], fed: int) -> None:
@@ -251,27 +254,34 @@ class Memory:
         if checkpoint.want.tip and not checkpoint.side:
             old = self.checkpoints.tip(checkpoint, behind)
             if old is not None:
-                self._fell(old)
+                self.index.fell(old.node)
+                self.behind.demote(old)
         return True
 
-    def repin(self, lease: Lease, tokens: Sequence[int], wants: Sequence[tuple[int, Want]]) -> None:
-        """What this session pinned on the way of its prompt is released, and what its request wants there is wanted
-        once more; of several wishes for a position the strongest holds."""
-        if lease.side or lease.background:
-            return
+    def unpin(self, lease: Lease, tokens: Sequence[int]) -> list[Checkpoint]:
+        """Release this session's pins on the way of a prompt; its request then says which still hold, and the rest is
+        to be ``demote``d."""
         released: list[Checkpoint] = []
-        for at in range(len(lease.nodes) + 1):
+        for at in range(0 if lease.side or lease.background else len(lease.nodes) + 1):
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
             for one in self.index.checkpoints(self._parent(lease, at), page):
                 if one.want.pinned and one.session == lease.session:
                     self.checkpoints.release(one, replace(one.want, pinned=False))
+                    self.index.fell(one.node)
                     released.append(one)
-        for position, want in wants:
-            checkpoint = self._checkpoint_at(lease, tokens, position)
-            if checkpoint is not None:
-                self._renew(checkpoint, lease, want)
+        return released
+
+    def renew(self, lease: Lease, tokens: Sequence[int], position: int, want: Want) -> None:
+        """A checkpoint on the way of this sequence is wanted once more, if there is one."""
+        checkpoint = self._checkpoint_at(lease, tokens, position)
+        if checkpoint is not None:
+            self._renew(checkpoint, lease, want)
+
+    def demote(self, released: Iterable[Checkpoint]) -> None:
+        """Tell the store of those that are not pinned again."""
         for one in released:
-            self._fell(one)
+            if not one.must_keep:
+                self.behind.demote(one)
 
     def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want) -> bool:
         """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept."""
@@ -320,7 +330,7 @@ class Memory:
             return
         for checkpoint in forgotten:
             self.index.detach(checkpoint)
-            self._drop(checkpoint)
+            self.checkpoints.remove(checkpoint)
         if self.recurrent:
             self.index.clear(useless=True)
 
@@ -332,7 +342,6 @@ class Memory:
             "pages_held": self.pool.held_pages,
             "pages_cached": self.index.pages,
             "pages_evicted": self.index.evicted,
-            "pages_evicted_for_side": self._evicted_for_side,
             "checkpoints_total": self.checkpoints.total,
             "checkpoints_kept": len(self.checkpoints.all),
             "checkpoints_evicted": self.checkpoints.evicted,
@@ -375,11 +384,13 @@ class Memory:
     def _evicting(self, node: Node) -> None:
         """A page is about to leave the device."""
         self.behind.page(node)
+        self.behind.must_keep(node)
         if node.background:
             self._counts["background_wasted_tokens"] += len(node.tokens) // 4
 
     def _drop(self, checkpoint: Checkpoint) -> None:
-        self.behind.drop(checkpoint)
+        """A checkpoint went with its page."""
+        self.behind.cancel([checkpoint])
         self.checkpoints.remove(checkpoint)
 
     def _detach(self, checkpoint: Checkpoint) -> None:
@@ -406,15 +417,9 @@ class Memory:
             self.history.add_checkpoint(parent.key, encode(tokens[PAGE * at : position]))
 
     def _renew(self, checkpoint: Checkpoint, lease: Lease, want: Want) -> None:
-        if lease.side:
+        if lease.side or lease.background:
             return
-        old = checkpoint.want, checkpoint.session
+        before = checkpoint.want, checkpoint.session
         self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
-        if old != (checkpoint.want, checkpoint.session):
+        if before != (checkpoint.want, checkpoint.session):
             self.behind.renew(checkpoint)
-
-    def _fell(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is no longer wanted as much."""
-        self.index.fell(checkpoint.node)
-        if not checkpoint.must_keep:
-            self.behind.demote(checkpoint)

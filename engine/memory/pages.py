@@ -12,6 +12,8 @@ class PagePool:
         self.total = total
         self.held_pages = 0
         """Pages that at least one sequence holds: what cannot be evicted."""
+        self.released = 0
+        """How often a holder or the cache let a page go: what did not fit will not, until this grows."""
         self._holders = array("I", bytes(4 * total))
         self._keepers = array("I", bytes(4 * total))
         self._free: list[int] = []
@@ -38,6 +40,7 @@ class PagePool:
     def release(self, page: int) -> None:
         self._holders[page] -= 1
         if self._holders[page] == 0:
+            self.released += 1
             self.held_pages -= 1
             self._reclaim(page)
 
@@ -46,6 +49,7 @@ class PagePool:
 
     def drop(self, page: int) -> None:
         self._keepers[page] -= 1
+        self.released += 1
         self._reclaim(page)
 
     def held(self, page: int) -> bool:

@@ -19,9 +19,6 @@ class LeastFirst(Generic[T]):
         self._heap: list[tuple[Any, int, T]] = []
         self._pushed = 0
 
-    def __contains__(self, item: T) -> bool:
-        return item in self._queued
-
     def push(self, item: T) -> None:
         """Add an item, or note that its value fell."""
         value = self._value(item)

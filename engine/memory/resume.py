@@ -55,7 +55,7 @@ def plan(
     not to go beyond."""
     last = len(tokens) // 4 - 1
     way = _Way(index, store, root, tokens, last if limit is None else min(limit, last))
-    tail, shared = max(way.pages_after(way.whole), key=lambda one: one[1], default=(None, 0))
+    tail, shared = way.tail()
     reached = PAGE * way.whole + shared
     if recurrent:
         position, partial, checkpoint = way.deepest_checkpoint()
@@ -117,24 +117,18 @@ class _Way:
     def whole(self) -> int:
         return len(self.keys) - 1
 
-    def pages_after(self, at: int) -> Iterator[tuple[Node | PageRef, int]]:
-        """Pages after ``at`` whole ones, with how many tokens of the prompt they have; the device's first."""
-        if at < len(self.nodes):
-            yield self.nodes[at], PAGE
-            return
-        rest = self._page(at)
-        if at == len(self.nodes):
-            closest, shared = self._index.closest(self._last, rest)
-            if closest is not None:
-                yield closest, shared
-        if at < self.whole:
-            yield self.refs[at - len(self.nodes)], PAGE
-        elif self._store is not None and rest:
-            for ref in self._store.partial(self.keys[at], rest):
-                yield ref, common_tokens(ref.tokens, rest)
+    def tail(self) -> tuple[Node | PageRef | None, int]:
+        """The page after the whole ones that shares the longest start with the prompt, and how many tokens of it."""
+        rest = self._page(self.whole)
+        best: tuple[Node | PageRef | None, int] = (None, 0) if self.refs else self._index.closest(self._last, rest)
+        for ref in self._store.partial(self.keys[-1], rest) if self._store is not None and rest else ():
+            shared = common_tokens(ref.tokens, rest)
+            if shared > best[1]:
+                best = ref, shared
+        return best
 
     def deepest_checkpoint(self) -> tuple[int, Node | PageRef | None, Checkpoint | StateRef | None]:
-        """(position, the page it lies in, the checkpoint) of the last checkpoint on the way."""
+        """(position, a page it lies in, the checkpoint) of the last checkpoint on the way."""
         for at in range(self.whole, -1, -1):
             best = max(self._checkpoints(at), key=lambda one: one[0], default=None)
             if best is not None:
@@ -142,23 +136,32 @@ class _Way:
         return 0, None, None
 
     def _checkpoints(self, at: int) -> Iterator[tuple[int, Node | PageRef | None, Checkpoint | StateRef]]:
-        """Those after ``at`` whole pages and less than one more."""
-        before = PAGE * at
+        """Those after ``at`` whole pages and less than one more; the device's first."""
+        before, page = PAGE * at, self._page(at)
         if 0 < at <= len(self.nodes) and PAGE in self.nodes[at - 1].checkpoints:
             yield before, None, self.nodes[at - 1].checkpoints[PAGE]
         if at <= len(self.nodes):
-            parent = self.nodes[at - 1] if at else self._first
-            for checkpoint in self._index.checkpoints(parent, self._page(at)[: PAGE_BYTES - 4]):
+            for checkpoint in self._index.checkpoints(self._parent(at), page[: PAGE_BYTES - 4]):
                 yield checkpoint.position, checkpoint.node, checkpoint
-                break
-        pages = list(self.pages_after(at))
-        for state in () if self._store is None else self._store.states(self.keys[at], self._page(at)):
-            tail = len(state.tail) // 4
-            holding = next((page for page, shared in pages if shared >= tail), None)
-            if tail == 0 < at:
+        for state in () if self._store is None else self._store.states(self.keys[at], page):
+            holding = self._holding(at, state.tail) if state.tail else None
+            if holding is not None:
+                yield before + len(state.tail) // 4, holding, state
+            elif at and not state.tail:
                 yield before, None, state
-            elif tail and holding is not None:
-                yield before + tail, holding, state
+
+    def _holding(self, at: int, tail: bytes) -> Node | PageRef | None:
+        """A page after ``at`` whole ones that starts with ``tail``."""
+        found = self._index.holding(self._parent(at), tail) if at <= len(self.nodes) else None
+        if found is not None:
+            return found
+        if at < self.whole:
+            return self.refs[at - len(self.nodes)]
+        pages = () if self._store is None else self._store.partial(self.keys[at], tail)
+        return next((page for page in pages if page.tokens.startswith(tail)), None)
+
+    def _parent(self, at: int) -> Node:
+        return self.nodes[at - 1] if at else self._first
 
     def _page(self, at: int) -> bytes:
         """The prompt's tokens of a page, as far as the limit."""

@@ -80,7 +80,7 @@ class Checkpoints:
         """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
 
         ``now`` counts admissions. Side requests displace nothing but what side requests left, background requests
-        nothing that is alive."""
+        nothing that is alive, unless it was superseded."""
         if self._free:
             return self._free.pop()
         while self._fresh and now - next(iter(self._fresh)).used > FRESH:
@@ -90,9 +90,7 @@ class Checkpoints:
             return None
         pinned = want.pinned or want.tip
         worth = (pinned, True, True, 0.0 if pinned else want.priority)
-        if background:
-            worth = (False, True, False, 0.0)
-        if not side and self._value(victim)[:4] > worth:
+        if not side and self._value(victim)[:4] > ((False, True, False, 0.0) if background else worth):
             self._least.push(victim)
             return None
         self._on_evict(victim)

@@ -20,11 +20,17 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise MissingCheckpoint(f"{directory} has no config.json; give the directory that holds it")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadConfig(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(raw, dict):
         raise BadConfig(f"{path} is not a JSON object; download it again")
     return raw
+
+
+_MOST = (1 << 31) - 1
+MOST_LAYERS = 1 << 12
+MOST_CONTEXT = 1 << 24
+"""More than any model has, and few enough to be counted and tabulated."""
 
 
 class Fields:
@@ -34,23 +40,24 @@ class Fields:
         self._raw = raw
         self._where = where
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = _MOST) -> int:
         value = self._raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._bad(name, "a whole number", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._bad(name, f"a whole number from {least} to {most}", value)
         return value
 
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.integer(name, default)
-        if value == 0:
-            raise self._bad(name, "a number above 0", value)
-        return value
+    def positive(self, name: str, default: int | None = None, *, most: int = _MOST) -> int:
+        return self.integer(name, default, least=1, most=most)
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float, *, least: float, most: float) -> float:
         value = self._raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._bad(name, "a number", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise self._bad(name, f"a number from {least:g} to {most:g}", value)
         return float(value)
+
+    def epsilon(self) -> float:
+        """What RMSNorm adds, in float32, to the mean of squares."""
+        return self.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._raw.get(name, default)
@@ -68,8 +75,8 @@ class Fields:
 
     def integers(self, name: str) -> tuple[int, ...]:
         value = self._raw.get(name) or []
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise self._bad(name, "a list of whole numbers", value)
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self._bad(name, "a list of whole numbers from 0", value)
         return tuple(value)
 
     def inner(self, name: str) -> Fields | None:
@@ -97,22 +104,43 @@ class Fields:
 @dataclass(frozen=True)
 class Rope:
     theta: float
-    factor: float
-    """Which part of each head is rotated."""
+    dims: int
+    """How many dimensions of each head are rotated."""
 
 
-def read_rope(fields: Fields, factor: float) -> Rope:
-    """Plain RoPE, from ``rope_parameters`` or the older ``rope_theta``; scaled variants are refused."""
+def read_rope(fields: Fields, factor: float, head_dim: int) -> Rope:
+    """Plain RoPE, from ``rope_parameters`` or the older ``rope_theta``; scaled variants are refused. ``factor``: which
+    part of each head is rotated if the configuration does not say."""
     fields.refuse("rope_scaling")
+    theta = fields.number("rope_theta", 10000.0, least=1.0, most=1e30)
+    factor = fields.number("partial_rotary_factor", factor, least=0.0, most=1.0)
     inner = fields.inner("rope_parameters")
-    if inner is None:
-        return Rope(fields.number("rope_theta", 10000.0), fields.number("partial_rotary_factor", factor))
-    inner.refuse("rope_type", "default")
-    inner.refuse("type", "default")
-    return Rope(
-        inner.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", factor)),
-    )
+    if inner is not None:
+        inner.refuse("rope_type", "default")
+        inner.refuse("type", "default")
+        theta = inner.number("rope_theta", theta, least=1.0, most=1e30)
+        factor = inner.number("partial_rotary_factor", factor, least=0.0, most=1.0)
+    dims = int(head_dim * factor)
+    if dims == 0 or dims % 2:
+        raise BadConfig(
+            f"config.json: partial_rotary_factor {factor:g} of head_dim {head_dim} is {dims} dimensions, which are not "
+            "pairs; config.json is damaged or of another model"
+        )
+    return Rope(theta, dims)
+
+
+def check_counts(heads: int, kv_heads: int, experts: int, top_k: int) -> None:
+    """What does not go together though every weight may have the right shape; raises BadConfig."""
+    if heads % kv_heads:
+        raise BadConfig(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}; "
+            "config.json is damaged or of another model"
+        )
+    if top_k > experts:
+        raise BadConfig(
+            f"config.json: num_experts_per_tok {top_k} is more than num_experts {experts}; "
+            "config.json is damaged or of another model"
+        )
 
 
 def dense_layers(fields: Fields, layers: int) -> frozenset[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.layers.ffn import Dense, FeedForward, Routed, RoutedWithShared
 from engine.layers.loader import Loader
 from engine.layers.ops import Batch, Ops
-from engine.models.fields import Fields, Rope, dense_layers, read_rope
+from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, dense_layers, read_rope
 from engine.models.model import Cache, Manifest, Progress
 
 
@@ -41,29 +41,33 @@ class Qwen2MoeConfig:
         """Raises BadConfig."""
         fields.refuse("hidden_act", "silu")
         fields.refuse("use_sliding_window", False)
-        layers = fields.positive("num_hidden_layers")
+        layers = fields.positive("num_hidden_layers", most=MOST_LAYERS)
         heads = fields.positive("num_attention_heads")
         hidden = fields.positive("hidden_size")
-        return cls(
+        head_dim = fields.positive("head_dim", hidden // heads)
+        dense = dense_layers(fields, layers)
+        config = cls(
             vocab=fields.positive("vocab_size"),
             hidden=hidden,
             layers=layers,
             heads=heads,
             kv_heads=fields.positive("num_key_value_heads", heads),
-            head_dim=fields.positive("head_dim", hidden // heads),
+            head_dim=head_dim,
             qkv_bias=fields.flag("qkv_bias", True),
-            inner=fields.integer("intermediate_size", 0),
+            inner=fields.positive("intermediate_size") if dense else 0,
             experts=fields.positive("num_experts"),
             expert_inner=fields.positive("moe_intermediate_size"),
             shared_inner=fields.positive("shared_expert_intermediate_size"),
             top_k=fields.positive("num_experts_per_tok"),
             renormalize=fields.flag("norm_topk_prob", False),
-            dense_layers=dense_layers(fields, layers),
-            eps=fields.number("rms_norm_eps", 1e-6),
-            rope=read_rope(fields, 1.0),
-            context=fields.positive("max_position_embeddings"),
+            dense_layers=dense,
+            eps=fields.epsilon(),
+            rope=read_rope(fields, 1.0, head_dim),
+            context=fields.positive("max_position_embeddings", most=MOST_CONTEXT),
             tied=fields.flag("tie_word_embeddings", False),
         )
+        check_counts(config.heads, config.kv_heads, config.experts, config.top_k)
+        return config
 
 
 class Attention:
@@ -109,7 +113,7 @@ class Qwen2Moe:
         self.config = config
         self.ops: Ops = loader.ops
         self.embedding = loader.embedding(config.vocab, config.hidden)
-        table = self.ops.rope_table(context, int(config.head_dim * config.rope.factor), config.rope.theta)
+        table = self.ops.rope_table(context, config.rope.dims, config.rope.theta)
         self.layers: list[Layer] = []
         for index in range(config.layers):
             self.layers.append(self._load_layer(loader, index, table))

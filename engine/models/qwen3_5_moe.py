@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.layers.ffn import Routed, RoutedWithShared
 from engine.layers.loader import Loader
 from engine.layers.ops import Batch, Ops
-from engine.models.fields import Fields, Rope, read_rope
+from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, read_rope
 from engine.models.model import Cache, Manifest, Progress
 from engine.weights.errors import BadConfig
 
@@ -51,20 +51,23 @@ class Qwen35MoeConfig:
         outer, fields = fields, fields.inner("text_config") or fields
         fields.refuse("hidden_act", "silu")
         fields.refuse("attention_bias", False)
-        layers = fields.positive("num_hidden_layers")
+        layers = fields.positive("num_hidden_layers", most=MOST_LAYERS)
         interval = fields.positive("full_attention_interval", 4)
         kinds = fields.texts("layer_types") or tuple(
             FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)
         )
         if len(kinds) != layers or not set(kinds) <= {LINEAR, FULL}:
             raise BadConfig(f"config.json: layer_types must name {LINEAR} or {FULL} for each of {layers} layers")
+        if FULL not in kinds:
+            raise BadConfig(f"config.json: none of {layers} layers is {FULL}; it is damaged or of another model")
+        head_dim = fields.positive("head_dim")
         config = cls(
             vocab=fields.positive("vocab_size"),
             hidden=fields.positive("hidden_size"),
             kinds=kinds,
             heads=fields.positive("num_attention_heads"),
             kv_heads=fields.positive("num_key_value_heads"),
-            head_dim=fields.positive("head_dim"),
+            head_dim=head_dim,
             conv_width=fields.positive("linear_conv_kernel_dim"),
             key_heads=fields.positive("linear_num_key_heads"),
             key_dim=fields.positive("linear_key_head_dim"),
@@ -74,11 +77,12 @@ class Qwen35MoeConfig:
             expert_inner=fields.positive("moe_intermediate_size"),
             shared_inner=fields.positive("shared_expert_intermediate_size"),
             top_k=fields.positive("num_experts_per_tok"),
-            eps=fields.number("rms_norm_eps", 1e-6),
-            rope=read_rope(fields, 0.25),
-            context=fields.positive("max_position_embeddings"),
+            eps=fields.epsilon(),
+            rope=read_rope(fields, 0.25, head_dim),
+            context=fields.positive("max_position_embeddings", most=MOST_CONTEXT),
             tied=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", False)),
         )
+        check_counts(config.heads, config.kv_heads, config.experts, config.top_k)
         if config.value_heads % config.key_heads:
             raise BadConfig("config.json: linear_num_value_heads must be a multiple of linear_num_key_heads")
         return config
@@ -169,7 +173,7 @@ class Qwen35Moe:
         self.config = config
         self.ops: Ops = loader.ops
         self.embedding = loader.embedding(config.vocab, config.hidden)
-        table = self.ops.rope_table(context, int(config.head_dim * config.rope.factor), config.rope.theta)
+        table = self.ops.rope_table(context, config.rope.dims, config.rope.theta)
         self.layers: list[Layer] = []
         for index in range(len(config.kinds)):
             self.layers.append(self._load_layer(loader, index, table))

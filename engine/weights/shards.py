@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,13 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
             for name, value in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise BrokenShard(f"{path.name} has an unreadable header ({error}); {again}") from error
-    end = max((entry.end for entry in entries.values()), default=0)
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda one: (one[1].start, one[1].end)):
+        if not end <= entry.start <= entry.end:
+            raise BrokenShard(f"{path.name} has an unreadable header (tensor {name} overlaps another); {again}")
+        end = entry.end
     if end > size:
         raise BrokenShard(f"{path.name} is truncated: {size} bytes of {end}; {again}")
     return raw, entries
@@ -77,8 +82,8 @@ class Shards:
             self.headers[path] = raw
             self.entries.update(entries)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in the dtype it is stored in; raises MissingTensor or WrongTensor."""
+    def find(self, name: str, shape: tuple[int, ...]) -> tuple[Entry, torch.dtype]:
+        """Where a tensor is and its dtype there; raises MissingTensor, WrongTensor or BrokenShard."""
         entry = self.entries.get(name)
         if entry is None:
             raise MissingTensor(
@@ -96,10 +101,16 @@ class Shards:
                 f"tensor {name} is stored as {entry.dtype}; supported are {', '.join(DTYPES)}. "
                 "Use the unquantized release of this model"
             )
+        size = dtype.itemsize * math.prod(shape)
+        if size != entry.end - entry.start:
+            raise BrokenShard(f"{entry.file.name}: tensor {name} has {entry.end - entry.start} bytes of {size}")
+        return entry, dtype
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor in the dtype it is stored in; raises as ``find``."""
+        entry, dtype = self.find(name, shape)
         tensor = torch.empty(shape, dtype=dtype)
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-        if len(view) != entry.end - entry.start:
-            raise BrokenShard(f"{entry.file.name}: tensor {name} has {entry.end - entry.start} bytes of {len(view)}")
         with entry.file.open("rb", buffering=0) as file:
             file.seek(entry.start)
             done = 0
@@ -115,9 +126,9 @@ def _shard_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             files = [directory / str(name) for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise BrokenShard(f"{index} is unreadable ({error}); download it again") from error
         missing = [path.name for path in files if not path.is_file()]
         if missing:

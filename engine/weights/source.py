@@ -54,6 +54,8 @@ class Source:
         if self.has(f"{name}.gate_up_proj"):
             gate_up = self.matrix(f"{name}.gate_up_proj", experts, 2 * inner, hidden)
             return gate_up, self.matrix(f"{name}.down_proj", experts, hidden, inner)
+        for expert in range(experts):
+            self.shards.find(f"{self._prefix}{name}.{expert}.gate_proj.weight", (inner, hidden))
         gate_up = torch.empty(experts, 2 * inner, hidden, dtype=self.dtype)
         down = torch.empty(experts, hidden, inner, dtype=self.dtype)
         for expert in range(experts):

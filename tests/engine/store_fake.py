@@ -58,20 +58,21 @@ class FakeReading:
             self.store.reading -= 1
             for view, part in zip(self.into, self.extent.data, strict=True):
                 view[:] = part if self.result else b"\xff" * len(part)
-            if not self.result:
+            if not self.result and not self.store.stubborn:
                 self.store.remove(self.extent)
         return self.result
 
 
 @dataclass
 class FakeStore:
-    """``full``: takes nothing more. ``delay``: for each reading."""
+    """``full``: takes nothing more. ``delay``: for each reading. ``stubborn``: offers again what was corrupt."""
 
     pages: dict[bytes, Extent] = field(default_factory=dict)
     after: dict[bytes, list[Extent]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     delay: int = 0
     full: bool = False
+    stubborn: bool = False
     reading: int = 0
     ticks: int = 0
     closed: bool = False

@@ -23,9 +23,9 @@ class Still:
 
 def turn(memory: Memory, tokens: list[int], session: str = "s") -> int:
     """A whole turn over these tokens; where it went on."""
-    plan = memory.plan(tokens, "")
+    plan = memory.plan(encode(tokens), "")
     lease = memory.open(plan, session, side=False)
-    memory.repin(lease, tokens, [])
+    memory.unpin(lease, tokens)
     assert memory.grow(lease, len(tokens))
     memory.advance(lease, tokens, len(tokens))
     memory.close(lease, tokens, len(tokens), TIP)
@@ -62,7 +62,7 @@ def test_a_checkpoint_outlives_the_branch_that_left_it() -> None:
     memory.index.remove(home)
     check_memory(memory)
     assert tip in memory.checkpoints.all and tip.node is not home
-    assert memory.plan(stem + prompt(4, 9), "").position == 100
+    assert memory.plan(encode(stem + prompt(4, 9)), "").position == 100
     while memory.index.evict(side=False):
         check_memory(memory)
     assert not memory.checkpoints.all and memory.checkpoints.free == 8
@@ -74,8 +74,8 @@ def test_a_pin_within_a_page_is_renewed_and_released_from_any_branch() -> None:
     turn(memory, stem, "other")
     for seed in (2, 3):
         tokens = stem + prompt(seed, 80)
-        lease = memory.open(memory.plan(tokens, ""), "s", side=False)
-        memory.repin(lease, tokens, [(100, Want("here", 90.0, pinned=True)), (100, Want("too", 1.0))])
+        lease = memory.open(memory.plan(encode(tokens), ""), "s", side=False)
+        memory.renew(lease, tokens, 100, Want("here", 90.0, pinned=True))
         assert memory.grow(lease, 180)
         memory.advance(lease, tokens, 180)
         slot = memory.reserve_slot(lease, TIP)
@@ -92,7 +92,7 @@ def test_many_siblings_are_kept_in_order() -> None:
     memory = Memory(Still(), "f", pages=400, live=1, checkpoints=0, recurrent=False)
     for seed in range(300):
         turn(memory, prompt(7, 20) + prompt(seed, 1 + seed % 7, 3))
-    root = memory.index.root(memory.plan([1], "").root)
+    root = memory.index.root(memory.plan(encode([1]), "").root)
     assert len(root.children) > 100
     for child in root.children:
         assert memory.index.closest(root, child.tokens + encode([9])) == (child, len(child.tokens) // 4)

@@ -10,6 +10,7 @@ import pytest
 from engine_support import check_memory, prompt
 
 from engine.memory.index import Node, PageIndex
+from engine.memory.keys import encode
 from engine.memory.memory import Memory
 from engine.memory.queue import LeastFirst
 from engine.memory.states import FRESH, LIVE_SESSIONS, Checkpoint, Checkpoints, Want
@@ -171,8 +172,8 @@ def test_the_page_that_gives_way_is_the_least_valuable(
     for _ in range(250):
         tokens = rng.choice(stems)[: rng.randint(1, 400)] + prompt(rng.randint(0, 10**9), rng.randint(1, 60), 50)
         side, session = rng.random() < 0.3, rng.choice("abc")
-        plan = memory.plan(tokens, "")
-        if not memory.fits(plan, len(tokens), side=side):
+        plan = memory.plan(encode(tokens), "")
+        if not memory.fits(plan, len(tokens), modest=side):
             continue
         lease = memory.open(plan, session, side=side)
         memory.unpin(lease, tokens)
@@ -191,12 +192,12 @@ def test_the_page_that_gives_way_is_the_least_valuable(
 
 def test_eviction_looks_at_few_of_many() -> None:
     memory = Memory(Still(), "f", pages=3000, live=1, checkpoints=0, recurrent=False)
-    memory.index = WatchedIndex(memory.pool, False, memory.checkpoints.remove)
+    memory.index = WatchedIndex(memory.pool, False, lambda node: None, memory.checkpoints.remove)
     for seed in range(3500):
         if seed == 3000:
             memory.index.looks = 0
         tokens = prompt(seed, 70)
-        lease = memory.open(memory.plan(tokens, ""), "s", side=False)
+        lease = memory.open(memory.plan(encode(tokens), ""), "s", side=False)
         assert memory.grow(lease, 70)
         memory.advance(lease, tokens, 70)
         memory.close(lease, tokens, 70, TIP)

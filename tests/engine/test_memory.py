@@ -74,7 +74,7 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
             cut = rng.randint(1, 400)
             tokens = stem[:cut] + prompt(rng.randint(0, 10**9), rng.randint(1, 60), 50)
             side = rng.random() < 0.3
-            plan = memory.plan(tokens, "")
+            plan = memory.plan(encode(tokens), "")
             assert plan.reuse.resumed + plan.reuse.replayed + plan.reuse.new == len(tokens)
             assert plan.position == deepest(memory, encode(tokens))
             if memory.fits(plan, len(tokens), modest=side):
@@ -114,7 +114,7 @@ def test_a_key_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(store, "f", pages=20, live=1, checkpoints=0, recurrent=False)
     for seed in (1, 2, 1):
         tokens = prompt(seed, 200)
-        plan = memory.plan(tokens, "")
+        plan = memory.plan(encode(tokens), "")
         assert plan.position <= 64 or seed == 1
         lease = memory.open(plan, "", side=False)
         store.slots[lease.slot] = tokens[: plan.position]
@@ -195,8 +195,8 @@ def test_a_superseded_tip_goes_before_the_rest() -> None:
     tokens: list[int] = []
     for turn in range(6):
         tokens = tokens + prompt(turn, 70)
-        lease = memory.open(memory.plan(tokens, ""), "s", side=False)
-        fed = memory.plan(tokens, "").position
+        lease = memory.open(memory.plan(encode(tokens), ""), "s", side=False)
+        fed = memory.plan(encode(tokens), "").position
         assert memory.grow(lease, len(tokens))
         store.feed(lease, tokens, fed, len(tokens))
         memory.advance(lease, tokens, len(tokens))
@@ -218,7 +218,7 @@ def test_equal_checkpoints_are_thinned_where_they_are_dense() -> None:
     store = Bytes()
     memory = Memory(store, "f", pages=60, live=1, checkpoints=8, recurrent=True)
     tokens = prompt(1, 3000)
-    lease = memory.open(memory.plan(tokens, ""), "s", side=False)
+    lease = memory.open(memory.plan(encode(tokens), ""), "s", side=False)
     for at in range(64, 3000, 64):
         assert memory.grow(lease, at)
         store.feed(lease, tokens, at - 64, at)

@@ -133,6 +133,30 @@ def test_what_is_corrupt_is_computed_again(tiny: Callable[..., Path], arch: str,
     assert again.reuse.resumed >= len(tokens)
 
 
+@pytest.mark.parametrize("arch", BOTH)
+def test_a_store_that_offers_rubbish_again_and_again(tiny: Callable[..., Path], arch: str) -> None:
+    store, tokens, cold = resumable(tiny(arch))
+    store.stubborn = True
+    for one in store.extents:
+        one.lost = True
+    bench = Bench(tiny(arch), store)
+    outcome = bench.ask(tokens, SHORT)
+    assert outcome.reuse.resumed == 0 and outcome.reuse.cause == "corrupt"
+    assert same_bits(outcome.logits, cold.logits)
+    assert bench.stats()["failed_restores"] <= 2
+    check(bench, store)
+
+
+@pytest.mark.parametrize("arch", BOTH)
+def test_the_last_token_is_always_fed(tiny: Callable[..., Path], arch: str) -> None:
+    store, tokens, _ = resumable(tiny(arch))
+    for length in (*range(1, 301, 23), 64, 128, 192, 256, 257, 300):
+        outcome = Bench(tiny(arch), store.restarted()).ask(tokens[:length], SHORT)
+        assert len(outcome.tokens) == 3 and outcome.reuse.new >= 1
+        if arch == "qwen3_moe":
+            assert outcome.reuse.disk == length - 1
+
+
 def test_others_go_on_while_one_is_restored(tiny: Callable[..., Path]) -> None:
     store, tokens, cold = resumable(tiny("qwen3_5_moe"))
     bench = Bench(tiny("qwen3_5_moe"), store)
@@ -200,10 +224,10 @@ def test_too_few_pages_for_all_that_is_restored(tiny: Callable[..., Path]) -> No
 @pytest.mark.parametrize("arch", BOTH)
 def test_side_requests_never_reach_the_store(tiny: Callable[..., Path], arch: str) -> None:
     store = FakeStore()
-    bench = Bench(tiny(arch), store)
+    bench = Bench(tiny(arch), store, kv_bytes=20 * page_bytes(tiny(arch)))
     bench.ask(prompt(1, 200), SHORT, session="main")
     before = set(store.extents)
-    for seed in range(5):
+    for seed in range(40):
         anchors = (Anchor(64, "user", 9.0, pinned=True),)
         bench.ask([*prompt(1, 150), *prompt(seed, 200)], SHORT, session=f"side{seed}", side=True, anchors=anchors)
     bench.now = 100.0

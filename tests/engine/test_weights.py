@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,108 @@ def test_a_config_that_asks_for_something_else(
     refuse(directory, errors.BadConfig, *words)
 
 
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 9}, ("num_experts_per_tok 9", "num_experts 8")),
+        ({"num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers", "4096")),
+        ({"hidden_size": 10**30}, ("hidden_size",)),
+        *(({"rms_norm_eps": bad}, ("rms_norm_eps",)) for bad in (math.nan, math.inf, -1.0, 0.0, 1e-40, 10**400)),
+        *(({"max_position_embeddings": bad}, ("max_position_embeddings",)) for bad in (10**12, 0, 2**25)),
+    ],
+)
+def test_a_config_that_cannot_be_computed_with(
+    copy: Callable[..., Path], arch: str, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    directory = copy(arch)
+    edit_config(directory, **changes)
+    refuse(directory, errors.BadConfig, *words)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rope_theta", bad) for bad in (0, -5.0, 0.5, math.nan, math.inf, 10**400, "1e6")),
+        *(("partial_rotary_factor", bad) for bad in (2.0, 0, -1.0, math.nan, 0.01, 0.1, True)),
+    ],
+)
+def test_a_rotation_that_cannot_be(
+    copy: Callable[..., Path], arch: str, nested: bool, name: str, value: object
+) -> None:
+    directory = copy(arch)
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    edit_config(
+        directory,
+        **(
+            {"rope_parameters": {**plain["rope_parameters"], name: value}}
+            if nested
+            else {"rope_parameters": ..., name: value}
+        ),
+    )
+    refuse(directory, errors.BadConfig, name)
+
+
+def test_layers_that_cannot_be(copy: Callable[..., Path]) -> None:
+    directory = copy()
+    edit_config(directory, layer_types=["linear_attention"] * 4)
+    refuse(directory, errors.BadConfig, "full_attention")
+    edit_config(directory, layer_types=None, full_attention_interval=10)
+    refuse(directory, errors.BadConfig, "full_attention")
+    for number, listed in enumerate(([-1], [True], [0.0], 1)):
+        other = copy("qwen3_moe", name=f"listed{number}")
+        edit_config(other, mlp_only_layers=listed)
+        refuse(other, errors.BadConfig, "mlp_only_layers")
+    dense = copy("qwen2_moe", name="dense")
+    edit_config(dense, mlp_only_layers=[0], intermediate_size=0)
+    refuse(dense, errors.BadConfig, "intermediate_size")
+
+
+@pytest.mark.parametrize("deep", [b"[" * 200_000, b'{"a":' * 200_000])
+def test_what_is_nested_too_deeply_to_be_read(copy: Callable[..., Path], deep: bytes) -> None:
+    directory = copy(shards=2)
+    (directory / "model.safetensors.index.json").write_bytes(deep)
+    refuse(directory, errors.BrokenShard, "index.json")
+    (directory / "config.json").write_bytes(deep)
+    refuse(directory, errors.BadConfig, "not JSON")
+    path = copy(name="other") / "model.safetensors"
+    path.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    refuse(path.parent, errors.BrokenShard, "unreadable header")
+
+
+def test_expert_weights_are_looked_for_before_room_is_made(copy: Callable[..., Path]) -> None:
+    directory = copy("qwen3_moe", layout="per-expert")
+    edit_config(directory, moe_intermediate_size=2**31 - 1)
+    refuse(directory, errors.WrongTensor, "experts.0.gate_proj", "2147483647")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shape", [10**30]),
+        ("shape", [-1, 64]),
+        ("data_offsets", [10**30, 10**30 + 8]),
+        ("data_offsets", [-8, 8]),
+        ("data_offsets", [100, 0]),
+        ("data_offsets", [0, math.inf]),
+        ("data_offsets", [0, 64 * 64 * 4]),
+    ],
+)
+def test_a_header_that_lies(copy: Callable[..., Path], key: str, value: object) -> None:
+    path = copy("qwen3_moe") / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.layers.1.self_attn.q_proj.weight"][key] = value
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    with pytest.raises((errors.BrokenShard, errors.WrongTensor)):
+        load(path.parent)
+
+
 def test_quantized_releases_are_refused(copy: Callable[..., Path]) -> None:
     directory = copy("qwen3_moe")
     edit_config(directory, quantization_config={"quant_method": "fp8"})
@@ -168,6 +271,21 @@ def test_configuration_that_cannot_be(tiny: Callable[..., Path]) -> None:
     refuse(directory, errors.BadConfig, "context_length", context_length=1 << 20)
     refuse(directory, errors.BadConfig, "kv_bytes", kv_bytes=1000)
     refuse(directory, errors.BadConfig, "instruction set", instruction_set="mmx")
+    refuse(directory, errors.BadConfig, "kv_bytes", "this machine has", kv_bytes=500 << 40)
+    refuse(directory, errors.BadConfig, "this machine has", checkpoint_bytes=500 << 40, kv_bytes=1 << 50)
+    for name in ("kv_bytes", "checkpoint_bytes", "threads", "max_sequences", "chunk_tokens", "queue", "context_length"):
+        for bad in (-1, 1 << 61):
+            refuse(directory, errors.BadConfig, f"{name} {bad} is not from", **{name: bad})
+    for name in ("max_sequences", "chunk_tokens", "queue"):
+        refuse(directory, errors.BadConfig, f"{name} 0 is not from", **{name: 0})
+
+
+def test_memory_that_cannot_be_had(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("engine.loading.Runner", refused)
+    refuse(tiny("qwen3_moe"), errors.BadConfig, "kv_bytes", "cannot be had")
 
 
 def test_the_fingerprint_follows_content_only(tiny: Callable[..., Path], copy: Callable[..., Path]) -> None:

@@ -73,7 +73,7 @@ def read_all(data: bytes) -> list[Message]:
 
 
 def test_the_table_is_complete() -> None:
-    assert len(MESSAGE_TYPES) == 12
+    assert len(MESSAGE_TYPES) == 14
     for cls in (GetStats, Abort, Request):
         assert cls in MESSAGE_TYPES
 
