@@ -74,8 +74,7 @@ class Worker {
     for (std::int64_t i = 0; i < virtual_rows; ++i) {
       float* out = y_ + ((row + i / group_) * heads_ + task.kv_head * group_ + i % group_) * depth;
       const float inverse = 1.0f / area.sums[i];
-      // Masked keys add +0 or -0 depending on what shares the tile; adding +0 leaves one zero.
-      for (std::int64_t j = 0; j < depth; ++j) out[j] = area.running[i * depth + j] * inverse + 0.0f;
+      for (std::int64_t j = 0; j < depth; ++j) out[j] = area.running[i * depth + j] * inverse;
     }
   }
 
@@ -104,7 +103,7 @@ class Worker {
 
   // `ahead`: position of the task's first row minus that of the page's first key.
   void reduce_page(const Tiling& tiling, std::int64_t tile, std::int64_t ahead, std::int64_t valid, Area& area) const {
-    const std::int64_t depth = pages_.head_dim, wide = round_up(depth, kPanel), first = tiling.begin(tile);
+    const std::int64_t depth = pages_.head_dim, first = tiling.begin(tile);
     const int size = tiling.size(tile);
     const auto visible = [&](int r) {  // keys of this page that row r may see
       const std::int64_t n = ahead + (first + r) / group_ + 1;
@@ -118,24 +117,31 @@ class Worker {
         std::memcpy(area.scores + r * kPage + panel * kPanel, area.product + r * kPanel, kPanel * sizeof(float));
       }
     }
-    float maxima[kMaxTileRows], sums[kMaxTileRows];
-    for (int r = 0; r < size; ++r) {
-      float* scores = area.scores + r * kPage;
-      if (visible(r) > 0) {
-        kernels_.page_softmax(scores, visible(r), &maxima[r], &sums[r]);
-      } else {
-        std::memset(scores, 0, kPage * sizeof(float));
-      }
-      for (std::int64_t key = 0; key < valid; ++key) area.weights[key * size + r] = scores[key];
+    // Rows that see the same keys are mixed together; a key that a row does not see takes no part in its result, not
+    // even with weight 0, which would turn an infinite value into NaN.
+    for (int begin = 0, end = 0; begin < size; begin = end) {
+      const std::int64_t keys = visible(begin);
+      for (end = begin + 1; end < size && visible(end) == keys;) ++end;
+      if (keys > 0) mix(first + begin, end - begin, keys, area.scores + begin * kPage, area);
     }
+  }
+
+  // Merges what `rows` virtual rows from `first` on see in a page, its first `keys` keys, into their running results.
+  void mix(std::int64_t first, int rows, std::int64_t keys, float* scores, Area& area) const {
+    const std::int64_t depth = pages_.head_dim, wide = round_up(depth, kPanel);
+    float maxima[kMaxTileRows], sums[kMaxTileRows];
+    for (int r = 0; r < rows; ++r) {
+      kernels_.page_softmax(scores + r * kPage, keys, &maxima[r], &sums[r]);
+      for (std::int64_t key = 0; key < keys; ++key) area.weights[key * rows + r] = scores[r * kPage + key];
+    }
+    const Tile product = tile_kernel(kernels_, false, rows);
     for (std::int64_t column = 0; column < wide; column += kPanel) {
-      product(area.weights, area.values + column * kPage, valid, area.product);
-      for (int r = 0; r < size; ++r) {
+      product(area.weights, area.values + column * kPage, keys, area.product);
+      for (int r = 0; r < rows; ++r) {
         std::memcpy(area.page_out + r * wide + column, area.product + r * kPanel, kPanel * sizeof(float));
       }
     }
-    for (int r = 0; r < size; ++r) {
-      if (visible(r) == 0) continue;
+    for (int r = 0; r < rows; ++r) {
       const std::int64_t i = first + r;
       kernels_.page_merge(maxima[r], sums[r], area.page_out + r * wide, depth, &area.maxima[i], &area.sums[i],
                           area.running + i * depth);

@@ -128,6 +128,13 @@ void route(Context& context, const float* logits, std::int64_t rows, std::int64_
       std::int32_t* chosen = ids + row * ranks;
       float* weight = weights + row * ranks;
       context.kernels.softmax(logits + row * count, count, p);
+      if (p[0] != p[0]) {  // a logit that is NaN or infinite makes every probability NaN; the order is the index
+        for (std::int64_t rank = 0; rank < ranks; ++rank) {
+          chosen[rank] = static_cast<std::int32_t>(rank);
+          weight[rank] = p[0];
+        }
+        continue;
+      }
       for (std::int64_t rank = 0; rank < ranks; ++rank) {
         std::int64_t best = 0;
         for (std::int64_t i = 1; i < count; ++i) best = p[i] > p[best] ? i : best;

@@ -1,5 +1,6 @@
 // The inner loops, one table per instruction set. All tables give the same bits: every output element is one fixed
-// sequence of correctly rounded operations, and sums over a row use 16 virtual lanes and one fixed tree.
+// sequence of correctly rounded operations, and sums over a row use 16 virtual lanes and one fixed tree. Only the sign
+// and payload of a NaN may differ: they follow the order of operands, which a compiler is free to choose.
 #pragma once
 
 #include <cstdint>

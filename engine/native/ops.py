@@ -25,6 +25,7 @@ from engine.native.library import (
 _LARGE_PAGE = 2 << 20
 _PANEL = 32
 _HALF = 16
+_ANY = -1
 _WEIGHTS = (torch.float32, torch.bfloat16)
 
 
@@ -54,7 +55,8 @@ class NativeOps:
     """Implements ``engine.layers.ops.Ops``; shapes and meanings are documented there.
 
     A tensor of a wrong shape, dtype or layout, and a batch that points outside its tensors, raise ValueError. Results
-    are the same bits for every instruction set and number of threads. Not for use after a fork.
+    are the same bits for every instruction set and number of threads, but that one NaN is as good as another. Not for
+    use after a fork.
     """
 
     def __init__(self, instruction_set: str = "auto", threads: int = 0, library: Path | None = None) -> None:
@@ -86,7 +88,7 @@ class NativeOps:
         return packed
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        _check("x", x, (None, weight.inner))
+        _check("x", x, (_ANY, weight.inner))
         if bias is not None:
             _check("bias", bias, (weight.out,))
         y = torch.empty((x.shape[0], weight.out))
@@ -133,7 +135,7 @@ class NativeOps:
         return packed
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
-        _check("x", x, (None, experts.hidden))
+        _check("x", x, (_ANY, experts.hidden))
         _check("ids", ids, (x.shape[0], None), torch.int32)
         _check("weights", weights, tuple(ids.shape))
         y = torch.empty_like(x)
@@ -154,7 +156,7 @@ class NativeOps:
         return y
 
     def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        _check("logits", logits, (None, None))
+        _check("logits", logits, (_ANY, None))
         rows, count = logits.shape
         if not 1 <= k <= count:
             raise ValueError(f"k must be between 1 and the {count} experts, not {k}")
@@ -181,7 +183,7 @@ class NativeOps:
         return self._norm(x, gate, weight, eps, 0.0)
 
     def _norm(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-        _check("x", x, tuple(x.shape))
+        _check("x", x, (_ANY,) * (x.dim() - 1) + (None,))
         dim = x.shape[-1]
         _check("weight", weight, (dim,))
         y = torch.empty_like(x)
@@ -199,7 +201,7 @@ class NativeOps:
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        _check("gate_up", gate_up, (None, None))
+        _check("gate_up", gate_up, (_ANY, None))
         rows, width = gate_up.shape
         if width % 2:
             raise ValueError(f"gate_up must have an even last dimension, not {width}")
@@ -208,7 +210,7 @@ class NativeOps:
         return y
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        _check("x", x, (None, None))
+        _check("x", x, (_ANY, None))
         rows, width = x.shape
         shared = gate.shape[-1] == 1
         _check("gate", gate, (rows, 1 if shared else width))
@@ -220,7 +222,7 @@ class NativeOps:
         return rope_table(context, rotary, theta)
 
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> None:
-        _check("x", x, (None, None, None))
+        _check("x", x, (_ANY, None, None))
         rows, heads, head_dim = x.shape
         _check("positions", positions, (rows,), torch.int32)
         _check("table", table, (None, None, 2))
@@ -263,7 +265,7 @@ class NativeOps:
         return y
 
     def gdn_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        _check("a", a, (None, None))
+        _check("a", a, (_ANY, None))
         rows, heads = a.shape
         _check("b", b, (rows, heads))
         _check("a_log", a_log, (heads,))
@@ -366,7 +368,7 @@ class NativeOps:
 
     def read(self, memory: Tensor) -> int:
         """XOR of the 64-bit words in the whole MiB of ``memory`` (uint8 [bytes]), read by all threads."""
-        _check("memory", memory, (None,), torch.uint8)
+        _check("memory", memory, (_ANY,), torch.uint8)
         total = ctypes.c_uint64()
         self._call(self._library.ft_read, memory.data_ptr(), memory.numel(), ctypes.addressof(total))
         return total.value
@@ -383,10 +385,10 @@ class NativeOps:
         """The batch as the library sees it; a step uses the same batch in every layer, so the last one is kept."""
         if self._viewed is not None and self._viewed[0] is batch:
             return self._viewed[1]
-        _check("segments", batch.segments, (None, 4), torch.int32)
+        _check("segments", batch.segments, (_ANY, 4), torch.int32)
         sequences = batch.segments.shape[0]
         _check("page_table", batch.page_table, (sequences, batch.page_table.shape[-1]), torch.int32)
-        _check("snapshots", batch.snapshots, (None, 3), torch.int32)
+        _check("snapshots", batch.snapshots, (_ANY, 3), torch.int32)
         view = BatchView(
             batch.positions.shape[0],
             sequences,
@@ -420,14 +422,13 @@ def _is_bfloat(tensor: Tensor) -> bool:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
-    """None stands for any size but zero; the number of rows in front may be zero too."""
+    """None stands for any size but zero, ``_ANY`` for any."""
     actual = tensor.shape
     fits = len(actual) == len(shape) and all(
-        have == want or (want is None and (have > 0 or dimension == 0))
-        for dimension, (have, want) in enumerate(zip(actual, shape, strict=True))
+        want == _ANY or (have > 0 if want is None else have == want) for have, want in zip(actual, shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted = ", ".join("any" if size in (None, _ANY) else str(size) for size in shape)
         raise ValueError(f"{name} must have shape [{wanted}], not {list(actual)}")
     if tensor.dtype not in (dtypes or (torch.float32,)):
         names = " or ".join(str(dtype) for dtype in dtypes or (torch.float32,))

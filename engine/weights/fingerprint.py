@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.weights.shards import Shards
 
-ARITHMETIC = 1
+ARITHMETIC = 2
 """Raised whenever any operation's result may change in a bit."""
 
 _WHOLE = 64 << 20
