@@ -7,7 +7,6 @@ the lower token id. Whatever numbers a request brings, scores stay finite and at
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,28 +42,70 @@ def _splitmix(state: int) -> int:
     return state ^ (state >> 31)
 
 
+def check_scores(logits: Logits, position: int) -> None:
+    """Raises ScoresError if the model's scores, and so its state, are no numbers."""
+    if not np.isfinite(logits.max()):
+        raise ScoresError(f"the scores at position {position} are not finite")
+
+
+class _Seen:
+    """Distinct token ids and how often each was seen, in arrays that grow in place."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._ids, times = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+        self._times: Floats = times.astype(np.float64)
+        self._count = len(self._ids)
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: self._count]
+
+    @property
+    def times(self) -> Floats:
+        return self._times[: self._count]
+
+    def add(self, token: int) -> None:
+        place = self._places.setdefault(token, self._count)
+        if place == self._count:
+            if place == len(self._ids):
+                room = np.zeros(max(64, place), np.int64)
+                self._ids = np.concatenate([self._ids, room])
+                self._times = np.concatenate([self._times, room.astype(np.float64)])
+            self._ids[place] = token
+            self._count += 1
+        self._times[place] += 1.0
+
+
 class Sampler:
     """The sampling state of one sequence: its parameters and what has been seen."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampling = sampling = _finite(sampling)
-        self._sampled: Counter[int] = Counter()
         self.sampled = 0
-        self._prompt = np.unique(np.asarray(prompt, np.int64)) if sampling.repetition_penalty != 1.0 else None
+        self._all = _Seen(prompt) if sampling.repetition_penalty != 1.0 else None
+        self._sampled = _Seen() if sampling.presence_penalty or sampling.frequency_penalty else None
+        self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float64)
 
     def next(self, logits: Logits, position: int) -> tuple[int, TokenLogprob | None]:
         """The token at ``position`` (tokens before it), and its log probability under the model if asked for.
 
         Raises ScoresError."""
         sampling = self._sampling
-        if not np.isfinite(logits.max()):
-            raise ScoresError(f"the scores at position {position} are not finite")
+        check_scores(logits, position)
         token = self._draw(logits, position) if sampling.forced is None else sampling.forced[self.sampled]
-        self._sampled[token] += 1
-        self.sampled += 1
+        self.note(token)
         if sampling.logprobs is None:
             return token, None
         return token, _logprob(logits, token, sampling.logprobs)
+
+    def note(self, token: int) -> None:
+        """A token was sampled."""
+        for seen in (self._all, self._sampled):
+            if seen is not None:
+                seen.add(token)
+        self.sampled += 1
 
     def _draw(self, logits: Logits, position: int) -> int:
         sampling = self._sampling
@@ -78,16 +119,14 @@ class Sampler:
 
     def _adjust(self, scores: Floats) -> Floats:
         sampling = self._sampling
-        seen = np.fromiter(self._sampled, np.int64, len(self._sampled))
-        if self._prompt is not None:
-            both = np.union1d(self._prompt, seen)
-            old = scores[both]
-            scores[both] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
-        if len(seen) and (sampling.presence_penalty or sampling.frequency_penalty):
-            counts = np.fromiter(self._sampled.values(), np.float64, len(seen))
-            scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-        for token, bias in sampling.logit_bias:
-            scores[token] += bias
+        if self._all is not None:
+            seen = self._all.ids
+            old = scores[seen]
+            scores[seen] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+        if self._sampled is not None:
+            penalties = sampling.presence_penalty + sampling.frequency_penalty * self._sampled.times
+            scores[self._sampled.ids] -= penalties
+        np.add.at(scores, self._biased, self._biases)
         return scores
 
 

@@ -36,7 +36,7 @@ from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.models.model import Progress
 from engine.runner import Rows
-from engine.sampling import Logits
+from engine.sampling import Logits, check_scores
 from engine.sequence import AHEAD, BRANCH, TIP, Sequence
 
 _log = logging.getLogger(__name__)
@@ -375,10 +375,11 @@ class Scheduler:
         request, position = sequence.request, len(sequence.tokens)
         if self._observer is not None:
             self._observer(request.id, position, np.array(logits))
-        if sequence.limit == 0 or request.sampling.forced == ():
-            self._finish(sequence, "length" if sequence.limit == 0 else "stop")
-            return
         try:
+            if sequence.limit == 0 or request.sampling.forced == ():
+                check_scores(logits, position)
+                self._finish(sequence, "length" if sequence.limit == 0 else "stop")
+                return
             token, logprob = sequence.sampler.next(logits, position)
         except Exception as error:  # noqa: BLE001 - it touched this sequence's sampler only; the others can go on
             _log.exception("request %s: sampling failed", request.id)
@@ -443,7 +444,7 @@ class Scheduler:
         self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))
 
     def _fail(self, sequence: Sequence, message: str, kind: ErrorKind = "overloaded") -> None:
-        self._release(sequence)
+        self._release(sequence, None if kind == "internal" else TIP)
         self._waste(sequence)
         self._counts["failed"] += 1
         self._outbox.append(Failed(sequence.request.id, kind, message))
@@ -454,7 +455,7 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self._counts["background_preempted" if sequence.request.background else "preempted"] += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, tip: Want | None = TIP) -> None:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence.lease is None:
@@ -468,7 +469,8 @@ class Scheduler:
             self.memory.give_back(slot)
         sequence.begun.clear()
         sequence.wanted.clear()
-        tip = AHEAD if sequence.request.background else TIP
+        if tip is not None and sequence.request.background:
+            tip = AHEAD
         if self.memory.close(sequence.lease, sequence.tokens, sequence.fed, tip):
             sequence.kept.add(sequence.fed)
         sequence.lease = None

@@ -283,13 +283,14 @@ class Memory:
             if not one.must_keep:
                 self.behind.demote(one)
 
-    def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want) -> bool:
-        """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept."""
+    def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want | None) -> bool:
+        """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept.
+        ``tip`` None: that state is of no use."""
         kept = False
-        node = self._node_at(lease, tokens, fed) if fed > 0 else None
+        node = self._node_at(lease, tokens, fed) if fed > 0 and tip is not None else None
         if node is not None and not self.recurrent:
             kept = True
-        elif node is not None:
+        elif node is not None and tip is not None:
             slot = self.reserve_slot(lease, tip)
             if slot is not None:
                 self._mover.copy_state(lease.slot, slot)
@@ -301,7 +302,7 @@ class Memory:
         at = len(lease.nodes)
         if lease.sealed and fed > PAGE * at:
             self._remember_page(self._parent(lease, at), encode(tokens[PAGE * at : fed]))
-        if not lease.side:
+        if not lease.side and tip is not None:
             for one in lease.nodes if node is None else (*lease.nodes, node):
                 if not one.saved:
                     self.behind.page(one)

@@ -152,3 +152,41 @@ def test_the_coldest_temperatures_are_greedy() -> None:
 def test_scores_that_are_no_numbers_are_an_error(row: Any) -> None:
     with pytest.raises(ScoresError):
         draw(row)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_penalties_and_bias_over_many_tokens_follow_their_formulas(data: st.DataObject) -> None:
+    number = st.floats(-2, 2)
+    prompt_tokens = data.draw(st.lists(st.integers(0, 49), max_size=30))
+    forced = tuple(data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=100)))
+    options: dict[str, Any] = {
+        "repetition_penalty": data.draw(st.floats(0.2, 3)),
+        "presence_penalty": data.draw(number),
+        "frequency_penalty": data.draw(number),
+        "logit_bias": tuple(data.draw(st.lists(st.tuples(st.integers(0, 49), number), max_size=8))),
+    }
+    sampler = Sampler(Sampling(max_tokens=100, forced=forced, **options), prompt_tokens)
+    for position in range(len(forced)):
+        sampler.next(LOGITS, position)
+    scores = LOGITS.astype(np.float64)
+    for token in {*prompt_tokens, *forced}:
+        penalty = options["repetition_penalty"]
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token in set(forced):
+        scores[token] -= options["presence_penalty"] + options["frequency_penalty"] * forced.count(token)
+    for token, bias in options["logit_bias"]:
+        scores[token] += bias
+    free = Sampler(Sampling(max_tokens=100, temperature=0.0, forced=None, **options), prompt_tokens)
+    for token in forced:
+        free.note(token)
+    assert free.next(LOGITS, 0)[0] == int(np.argmax(scores))
+
+
+def test_what_was_seen_is_not_gathered_again_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.1}
+    sampler = Sampler(Sampling(max_tokens=500, **options), range(40))
+    for name in ("unique", "union1d", "fromiter"):
+        monkeypatch.setattr(np, name, None)
+    for position in range(500):
+        sampler.next(LOGITS, position)

@@ -1,0 +1,57 @@
+"""A token whose numbers overflow fails the request that has it, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_support import ARCHITECTURES, GREEDY, Anchor, Bench, Outcome, replace, same_bits
+from safetensors.torch import load_file, save_file
+
+BAD = 7
+ONE = replace(GREEDY, max_tokens=1)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def poisoned(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path: Path) -> Callable[[float], Path]:
+    """A model in which everything that token ``BAD`` touches becomes infinite or NaN."""
+
+    def make(value: float) -> Path:
+        directory = tmp_path / f"{value}"
+        shutil.copytree(tiny(request.param), directory)
+        tensors = load_file(directory / "model.safetensors")
+        (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+        tensors[name] = tensors[name].clone()
+        tensors[name][BAD] = value
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_what_came_before_is_as_if_computed_alone(poisoned: Callable[[float], Path], value: float) -> None:
+    directory = poisoned(value)
+    bench = Bench(directory)
+    start = [1, 2, 3, 4, 5]
+    bench.ask([*start, BAD, 8, 9], ONE, anchors=(Anchor(5, "x", 1.0),))
+    after = [*start, 9, 9]
+    again = bench.ask(after, ONE)
+    assert same_bits(again.logits, Bench(directory).ask(after, ONE).logits)
+    assert again.failed is None
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_state_without_numbers_is_not_kept(poisoned: Callable[[float], Path], tokens: int) -> None:
+    bench = Bench(poisoned(float("nan")))
+    company = bench.submit([1, 2, 3], replace(GREEDY, max_tokens=5))
+    failed: Outcome = bench.outcomes[bench.submit([4, 5, BAD, 6], replace(GREEDY, max_tokens=tokens))]
+    bench.run()
+    assert failed.failed is not None and failed.failed.kind == "internal"
+    assert len(bench.outcomes[company].tokens) == 5
+    assert all(one.position != 4 for one in bench.memory.checkpoints.all)
+    again = bench.ask([4, 5, BAD, 6, 1], ONE)
+    assert again.admitted is not None and again.admitted.resumed == 0
+    bench.check()
