@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_store(store)
     flag(store, "--store-key-file", Path, "FILE", "encrypt the store with what is in this file", "not encrypted")
     flag(store, "--store-quota", size, "SIZE", "disk space of the store")
-    flag(store, "--store-daily-writes", size, "SIZE", "written per day on average, to spare the disk")
+    flag(store, "--store-daily-writes", size, "SIZE", "written per day on average, to spare the disk", "300 GB")
     flag(store, "--host-cache", size, "SIZE", "memory for what was computed last, before the disk is asked")
     store.add_argument(
         "--no-idle-prefill",

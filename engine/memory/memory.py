@@ -302,7 +302,7 @@ class Memory:
         at = len(lease.nodes)
         if lease.sealed and fed > PAGE * at:
             self._remember_page(self._parent(lease, at), encode(tokens[PAGE * at : fed]))
-        if not lease.side:
+        if not lease.side and tip is not None:
             for one in lease.nodes if node is None else (*lease.nodes, node):
                 if not one.saved:
                     self.behind.page(one)
