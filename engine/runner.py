@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,15 @@ class Runner:
         for state in self.cache.states:
             self._ops.copy_state(state, source, target)
 
+    @torch.inference_mode()
+    def page_finite(self, page: int, tokens: int) -> bool:
+        """Whether all numbers of the first tokens of a page are finite."""
+        return all(_finite(pages[page, :tokens]) for pages in (*self.cache.keys, *self.cache.values))
+
+    @torch.inference_mode()
+    def state_finite(self, slot: int) -> bool:
+        return all(_finite(state[slot]) for state in self.cache.states)
+
     def page_bytes(self, page: int, tokens: int) -> list[memoryview]:
         """The first tokens of a page in place: keys, then values, of each attention layer."""
         sizes = zip(self._pages, self._page_size, strict=True)
@@ -73,6 +83,11 @@ class Runner:
         """A recurrent state in place, tensor by tensor."""
         sizes = zip(self._states, self._state_size, strict=True)
         return [every[slot * size : (slot + 1) * size] for every, size in sizes]
+
+
+def _finite(tensor: Tensor) -> bool:
+    """One pass: what is not finite makes the sum so. Finite numbers seldom do, and are then looked at one by one."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def _flat(tensor: Tensor) -> memoryview:

@@ -26,13 +26,18 @@ class Source(Protocol):
 
     def state_bytes(self, slot: int) -> Buffers: ...
 
+    def page_finite(self, page: int, tokens: int) -> bool:
+        """Whether all numbers in them are finite."""
+
 
 class WriteBehind:
-    """``store`` None: everything here does nothing. ``now`` is the time of the last ``tick``."""
+    """``store`` None: everything here does nothing. ``now`` is the time of the last ``tick``. ``not_finite`` counts
+    pages that were not handed over because some of their numbers are not finite."""
 
     def __init__(self, source: Source, store: StateStore | None = None) -> None:
         self.store = store
         self.now = 0.0
+        self.not_finite = 0
         self._source = source
         self._due: dict[Checkpoint, float] = {}
 
@@ -76,6 +81,9 @@ class WriteBehind:
         known = self._has(parent.key, node)
         if not known:
             count = len(node.tokens) // 4
+            if not self._source.page_finite(node.page, count):
+                self.not_finite += 1
+                return
             data = self._source.page_bytes(node.page, count)
             store.put_page(parent.key, node.key, node.tokens, data, position=node.start + count)
             known = self._has(parent.key, node)

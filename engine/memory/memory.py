@@ -25,12 +25,18 @@ HISTORY = 1 << 16
 """Pages and checkpoints remembered beyond their eviction; 64 Ki pages are 4 Mi tokens and about 40 MB."""
 
 
-_COUNTERS = ("pages_evicted_for_side", "background_hit_tokens", "background_wasted_tokens", "restored_bytes")
+_COUNTERS = (
+    "pages_evicted_for_side", "background_hit_tokens", "background_wasted_tokens", "restored_bytes",
+    "states_not_finite",
+)  # fmt: skip
 
 
 class Mover(Source, Protocol):
     def copy_page(self, source: int, target: int) -> None: ...
     def copy_state(self, source: int, target: int) -> None: ...
+
+    def state_finite(self, slot: int) -> bool:
+        """Whether all numbers of a state are finite."""
 
 
 @dataclass(eq=False, slots=True)
@@ -156,6 +162,9 @@ class Memory:
             self._remember_chain(lease.root, encode(tokens[: restore.position]))
             self._let_go(lease)
             return restore.limit
+        if restore.state is not None and not self._finite(lease.slot):
+            self._let_go(lease)
+            return restore.position - 1
         self._counts["restored_bytes"] += restore.size
         if restore.state is not None:
             self._copy_restored(lease, tokens, restore.position, restore.state)
@@ -231,8 +240,9 @@ class Memory:
     def capture(
         self, lease: Lease, tokens: Sequence[int], position: int, slot: int, want: Want, stored: StateRef | None = None
     ) -> bool:
-        """Make the state after ``position`` tokens, copied to ``slot``, a checkpoint. ``stored``: the store has it."""
-        node = self._node_at(lease, tokens, position)
+        """Make the state after ``position`` tokens, copied to ``slot``, a checkpoint. ``stored``: the store has it.
+        False, and the slot given back, if it is none to go on from."""
+        node = self._node_at(lease, tokens, position) if stored is not None or self._finite(slot) else None
         if node is None:
             self.give_back(slot)
             return False
@@ -295,7 +305,7 @@ class Memory:
             if slot is not None:
                 self._mover.copy_state(lease.slot, slot)
                 kept = self.capture(lease, tokens, fed, slot, tip)
-            elif not lease.side:
+            elif not lease.side and self._finite(lease.slot):
                 self.behind.page(node)
                 parent, tail = place(node, fed)
                 kept = self.behind.live(parent, tail, lease.slot, fed, tip, lease.session)
@@ -307,8 +317,24 @@ class Memory:
                 if not one.saved:
                     self.behind.page(one)
                 self.behind.must_keep(one)
+        nodes = [*lease.nodes]
         self._let_go(lease)
+        if tip is None:
+            self._drop_broken(nodes)
         return kept
+
+    def _finite(self, slot: int) -> bool:
+        """Whether a state may be kept; one that may not is counted."""
+        finite = self._mover.state_finite(slot)
+        self._counts["states_not_finite"] += not finite
+        return finite
+
+    def _drop_broken(self, nodes: Sequence[Node]) -> None:
+        """Of the pages of a request that failed, drop those at the end whose numbers are not finite."""
+        for node in reversed(nodes):
+            if node.children or self.pool.held(node.page) or self._mover.page_finite(node.page, len(node.tokens) // 4):
+                return
+            self.index.remove(node)
 
     def _let_go(self, lease: Lease) -> None:
         for page in lease.table:
@@ -338,6 +364,7 @@ class Memory:
     def gauges(self) -> dict[str, float]:
         return {
             **self._counts,
+            "pages_not_finite": self.behind.not_finite,
             "pages_total": self.pool.total,
             "pages_free": self.pool.free,
             "pages_held": self.pool.held_pages,

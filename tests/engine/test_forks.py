@@ -20,6 +20,12 @@ class Still:
     def copy_page(self, source: int, target: int) -> None: ...
     def copy_state(self, source: int, target: int) -> None: ...
 
+    def page_finite(self, page: int, tokens: int) -> bool:
+        return True
+
+    def state_finite(self, slot: int) -> bool:
+        return True
+
 
 def turn(memory: Memory, tokens: list[int], session: str = "s") -> int:
     """A whole turn over these tokens; where it went on."""

@@ -25,6 +25,12 @@ class Bytes:
     def copy_page(self, source: int, target: int) -> None:
         self.pages[target] = list(self.pages[source])
 
+    def page_finite(self, page: int, tokens: int) -> bool:
+        return True
+
+    def state_finite(self, slot: int) -> bool:
+        return True
+
     def copy_state(self, source: int, target: int) -> None:
         self.slots[target] = list(self.slots[source])
 
