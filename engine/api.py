@@ -63,7 +63,8 @@ class Watch:
 @dataclass(frozen=True)
 class Request:
     """One generation. ``tokens`` is the whole prompt. ``side`` requests read the cache and never evict from it.
-    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention."""
+    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention.
+    ``background`` requests (idle-time prefill, ``max_tokens`` 0) run while no other does, and evict nothing."""
 
     id: str
     tokens: tuple[int, ...]
@@ -73,6 +74,7 @@ class Request:
     session: str = ""
     namespace: str = ""
     side: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
