@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from parsers.conversation import Conversation, Turn
 from parsers.load import Family
+from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
-from sessions.causes import Cause
+from sessions.causes import Asked, Cause
 from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
@@ -21,7 +22,11 @@ from sessions.harness import (
     recognise,
     without_volatile,
 )
+from sessions.idle import Followup, IdleCounts, Prediction, predict
+from sessions.keeper import Keeper
 from sessions.lineage import Lineage, chain
+from sessions.persist import Persist
+from sessions.prior import Divergence, counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
 from sessions.visit import Finished, Place, ReuseReport, Visit
 
@@ -43,7 +48,9 @@ CLIENT_ID_LENGTH = 256
 
 
 class Sessions:
-    """Single-threaded: all calls come from the server's event loop. ``clock`` gives seconds and is only shown."""
+    """Single-threaded: all calls come from the server's event loop. ``clock`` gives seconds and is only shown.
+    ``persist`` keeps sessions over a restart, for the same tokenizer and template; they are read when they are asked
+    for."""
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class Sessions:
         max_sessions: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         clock: Callable[[], float] = time.time,
+        persist: Persist | None = None,
     ) -> None:
         self._family = family
         self._limits = limits if max_sessions is None else replace(limits, max_sessions=max_sessions)
@@ -64,6 +72,12 @@ class Sessions:
         self._verdicts: Counter[Verdict] = Counter()
         self._unexplained = 0
         self._dropped = 0
+        self._idle = IdleCounts()
+        self._keeper = Keeper(persist, family.identity, self._limits)
+        self._habits = self._keeper.habits()
+        for session in self._keeper.sleeping():
+            self._adopt(session)
+        self._drop_surplus()
 
     def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
         """``incarnation`` is the engine worker's: a new one has forgotten everything."""
@@ -80,17 +94,77 @@ class Sessions:
 
     def get(self, id: str) -> SessionDetail | None:
         session = self._sessions.get(id)
-        return session.detail() if session else None
+        if session is None:
+            return None
+        self._wake(session)
+        return session.detail()
 
     def forget(self, id: str) -> bool:
-        """True if there was such a session. What the engine holds of it is not touched."""
+        """True if there was such a session; it is gone from disk too. What the engine holds of it is not touched."""
         session = self._sessions.pop(id, None)
         if session is None:
             return False
         self._tokens -= self._weights.pop(id, 0)
         for branch in session.branches.values():
             self._lineage.forget(branch)
+            self._idle.wasted(id, branch.name)
+        self._keeper.forget(session)
         return True
+
+    def pin(self, id: str, pinned: bool = True) -> bool:
+        """True if there is such a session. A pinned one is never dropped for another or for its age."""
+        session = self._sessions.get(id)
+        if session is None:
+            return False
+        session.pinned = pinned
+        self._keeper.save(session)
+        return True
+
+    def export(self, id: str) -> str | None:
+        """The session as a text file of JSON lines (see ``archive``)."""
+        session = self._sessions.get(id)
+        if session is None:
+            return None
+        self._wake(session)
+        return archive.dump(session, self._keeper.identity)
+
+    def import_archive(self, text: str) -> str:
+        """Takes the session of an archive in, in place of one with the same id, which is returned. Raises
+        ArchiveError, also for tokens of another tokenizer."""
+        session = archive.load(text, self._keeper.identity, self._limits)
+        self.forget(session.id)
+        session.last_used = self._clock()
+        self._adopt(session)
+        self._weigh(session)
+        self._keeper.save_all(session)
+        return session.id
+
+    def close(self) -> None:
+        """What was not written yet is written."""
+        self._keeper.close()
+
+    # ── idle time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def predict(self, followup: Followup) -> Callable[[], Prediction | None]:
+        """What computes the prompt that the next message of the user is expected to begin with; it may run in another
+        thread. Raises RenderError there."""
+        session = self._sessions.get(followup.session)
+        worth = priorities(self._habits.get(session.harness, {}) if session else {})
+        family = self._family
+        return lambda: predict(family, followup, worth)
+
+    def predicted(self, prediction: Prediction, computed: int) -> None:
+        """A prediction lies computed, ``computed`` tokens of it newly: its branch goes on from there."""
+        session = self._sessions.get(prediction.session)
+        branch = session.branches.get(prediction.branch) if session else None
+        self._idle.done(prediction, computed)
+        if session is None or branch is None:
+            self._idle.wasted(prediction.session, prediction.branch)
+            return
+        self._wake(session)
+        branch.remember(prediction.asked)
+        self._weigh(session)
+        self._keeper.save(session, branch)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what is held now."""
@@ -105,6 +179,8 @@ class Sessions:
             "echo_exact": self._verdicts["exact"],
             "echo_edited": self._verdicts["edited"],
             "echo_unknown": self._verdicts["unknown"],
+            **self._idle.stats(),
+            **self._keeper.stats(),
             **named,
         }
 
@@ -124,7 +200,8 @@ class Sessions:
             branch.tools, branch.head = conversation.tools, head
             self._lineage.add(session, branch, keys)
         restored, link = self._restore(session, branch.name, conversation, turns, keep)
-        return Place(session, branch, harness, identity.kind, restored, tuple(turns), link, scope)
+        worth = priorities(self._habits.get(harness.name, {}))
+        return Place(session, branch, harness, identity.kind, restored, tuple(turns), link, scope, worth)
 
     def _find(
         self, meta: RequestMeta, harness: Harness, identity: Identity, keys: Sequence[bytes], head: bytes, keep: bool
@@ -137,6 +214,7 @@ class Sessions:
             name = digest(meta.namespace, identity.session or "lineage", b"" if identity.session else _last(keys, head))
             session = self._session(name.hex(), meta, harness, identity, keep)
             branch = found[1] if found else self._branch(session, identity, head, keep)
+        self._wake(session)
         if keep:
             self._sessions.move_to_end(session.id)
             session.branch(branch.name, self._lineage.forget)
@@ -150,8 +228,20 @@ class Sessions:
             session = Session(id, client_id, meta.namespace, harness.name, self._limits, self._clock())
             if keep:
                 self._sessions[id] = session
-                self._drop_surplus()
+                self._drop_surplus(session)
         return session
+
+    def _adopt(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        for branch in session.branches.values():
+            keys = list(branch.keys)
+            branch.keys.clear()
+            self._lineage.add(session, branch, keys)
+
+    def _wake(self, session: Session) -> None:
+        if session.asleep:
+            self._keeper.wake(session)
+            self._weigh(session)
 
     def _branch(self, session: Session, identity: Identity, head: bytes, keep: bool) -> Branch:
         """By thread where the client names them; else a branch with the same system and tools, whose messages were
@@ -194,6 +284,7 @@ class Sessions:
         self._causes[report.cause] += 1
         self._unexplained += not report.explained
         session.requests += 1
+        session.prompt = report.prompt
         session.history.append(
             RequestRecord(
                 session.requests,
@@ -207,32 +298,64 @@ class Sessions:
                 report.cause,
                 len(done.sampled.ids),
                 done.complete,
+                report.device,
+                report.host,
+                report.disk,
             )
         )
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch
-        if not alive or place.kind == "side" or done.answered is None:
+        if not alive or place.kind == "side":
             return
+        self._wake(session)
+        self._idle.asked(session.id, branch.name, done.asked, report.resumed)
+        self._learn(session.harness, report.divergence)
+        if done.answered is not None:
+            self._keep_answer(session, branch, done, done.answered)
+        self._keeper.save(session, branch)
+
+    def _keep_answer(self, session: Session, branch: Branch, done: Finished, answered: Asked) -> None:
+        place = done.place
         if done.sampled.ids:
             session.journal.record(done.blocks, done.sampled, place.link, branch.name)
-        branch.remember(done.answered)
+        branch.remember(answered)
         if place.scope:
-            keys = chain(place.scope, branch.head, done.answered.turns[done.answered.head :])
+            keys = chain(place.scope, branch.head, answered.turns[answered.head :])
             self._lineage.add(session, branch, keys)
         self._weigh(session)
+
+    def _learn(self, harness: str, kind: Divergence) -> None:
+        counts = self._habits[harness] = counted(self._habits.get(harness, {}), kind)
+        self._keeper.save_habit(harness, counts, self._clock())
 
     def _weigh(self, session: Session) -> None:
         self._tokens += session.tokens - self._weights.get(session.id, 0)
         self._weights[session.id] = session.tokens
-        self._drop_surplus()
+        self._drop_surplus(session)
 
-    def _drop_surplus(self) -> None:
-        """The least recently used go; the last one stays, its journal is bounded by itself."""
+    def _drop_surplus(self, spared: Session | None = None) -> None:
+        """The least recently used go, or to sleep where they can be read again; ``spared`` stays, its journal is
+        bounded by itself."""
         limits = self._limits
-        while len(self._sessions) > limits.max_sessions or (
-            self._tokens > limits.max_tokens and len(self._sessions) > 1
-        ):
+        others = [session for session in self._sessions.values() if session is not spared]
+        surplus = max(len(self._sessions) - limits.max_sessions, 0)
+        for session in [session for session in others if not session.pinned][:surplus]:
             self._dropped += 1
-            self.forget(next(iter(self._sessions)))
+            self.forget(session.id)
+        for session in others:
+            if self._tokens <= limits.max_tokens:
+                return
+            if self._keeper.on:
+                self._sleep(session)
+            elif not session.pinned and session.id in self._sessions:
+                self._dropped += 1
+                self.forget(session.id)
+
+    def _sleep(self, session: Session) -> None:
+        self._tokens -= self._weights.pop(session.id, 0)
+        if not session.asleep:
+            session.stored_tokens = session.tokens
+            session.asleep = True
+            session.empty()
 
 
 def _found_by(turn: Turn) -> TurnDigest:
