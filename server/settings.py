@@ -14,8 +14,9 @@ class ServerSettings(BaseModel):
     clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0: none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and
     ``Origin`` headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how
     long the response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that
-    is being started, ``send_seconds`` how long a client may refuse to read before it is dropped. The sampling fields
-    are the model's generation defaults, for what a request leaves open.
+    is being started, ``send_seconds`` how long a client may refuse to read before it is dropped. ``idle_prefill``:
+    compute ahead what the user's next message is expected to continue, once nothing was asked for ``idle_seconds``.
+    The sampling fields are the model's generation defaults, for what a request leaves open.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +33,8 @@ class ServerSettings(BaseModel):
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    idle_prefill: bool = True
+    idle_seconds: float = Field(default=0.5, gt=0)
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)

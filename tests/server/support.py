@@ -215,7 +215,9 @@ async def serving(
         client = EngineClient(max_open)
         if connect:
             await client.connect(socket)
-        state = ServerState(client, family, Sessions(family), ServerSettings(**settings), script)
+        state = ServerState(
+            client, family, Sessions(family), ServerSettings(**{"idle_prefill": False, **settings}), script
+        )
         server = _Uvicorn(uvicorn.Config(create_app(state), port=0, log_level="warning", lifespan="on"))
         task = asyncio.create_task(server.serve())
         try:
