@@ -1,6 +1,7 @@
 """The LMDB environment under remembered sessions: heads and values by group, transactions, and a map that grows.
 
-`lmdb` is imported here and in ``persist_check`` alone.
+Every page is checked before LMDB opens the file: it trusts what it reads, and a damaged file could take the process
+down with it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from threading import Lock
 from typing import Any
 
 import lmdb
+from lmdb import verify
 
-from sessions.persist_check import DAMAGED
 from sessions.pieces import Envelope, cut, fingerprint, join
 from sessions.store.config import StoreKeyError
 from sessions.store.crypt import SALT, Cipher, Unreadable
@@ -30,8 +29,14 @@ GROUP = 32
 FORMAT = b"ft sessions 1"
 _HEAD = struct.Struct("<d?")
 """When a group was last used, and whether it is pinned."""
-_DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError, Unreadable)
-_CHECK_SECONDS = 120
+_DAMAGE = (
+    verify.VerifyError,
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+    Unreadable,
+)
 _LARGEST = 4
 """Times its limit that the map may have: the file is larger than what is in use by what a commit replaces."""
 _REMEMBERED = 1 << 14
@@ -77,8 +82,8 @@ class Environment:
         self._written: dict[bytes, list[bytes]] = {}
         data = folder / "data.mdb"
         try:
-            if data.exists() and not _healthy(folder):
-                raise Damaged("LMDB cannot read it")
+            if data.exists() and (problems := verify.verify(str(data))):  # type: ignore[no-untyped-call]
+                raise Damaged(problems[0])
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
             (folder / "lock.mdb").unlink(missing_ok=True)  # of an owner that is gone
@@ -241,18 +246,6 @@ class Environment:
 
 def _place(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(2, "big")
-
-
-def _healthy(folder: Path) -> bool:
-    """Asked in another process, which a damaged file may kill."""
-    command = [sys.executable, "-P", "-m", "sessions.persist_check", str(folder)]
-    try:
-        code = subprocess.run(command, capture_output=True, timeout=_CHECK_SECONDS, check=False).returncode
-    except subprocess.TimeoutExpired:
-        return False
-    if code > 0 and code != DAMAGED:
-        _log.warning("the check of %s did not run (exit code %d)", folder, code)
-    return code >= 0 and code != DAMAGED
 
 
 def _from(transaction: lmdb.Transaction, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -10,7 +10,6 @@ are logged and counted, and neither stops a start.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,9 @@ from pathlib import Path
 from threading import Condition, Thread
 
 from sessions.environment import Changes, Damaged, DiskFault, Environment
-from sessions.ownership import own
 from sessions.store.config import DAY, StoreError
+from sessions.store.files import Files
+from sessions.store.owner import Owner
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Persist:
         self._writing: frozenset[bytes] = frozenset()
         self._hurry = self._closing = False
         self._changed = Condition()
-        self._owner = -1
+        self._owner: Owner | None = None
         self._env = self._open()
         self._thread = Thread(target=self._run, name="session writer", daemon=True)
         if self._env is not None:
@@ -137,7 +137,7 @@ class Persist:
         directory = self._config.directory
         folder = directory / "env"
         try:
-            self._owner = own(directory)
+            self._owner = Owner(directory, Files())
             try:
                 environment = self._environment(folder)
             except Damaged as damage:
@@ -163,9 +163,9 @@ class Persist:
         return Environment(folder, config.key, config.map_bytes, config.max_bytes)
 
     def _release(self) -> None:
-        owner, self._owner = self._owner, -1
-        if owner >= 0:
-            os.close(owner)
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.close()
 
     # ── the writer ────────────────────────────────────────────────────────────────────────────────────────────────
 
