@@ -63,8 +63,9 @@ class Watch:
 @dataclass(frozen=True)
 class Request:
     """One generation. ``tokens`` is the whole prompt. ``side`` requests read the cache and never evict from it.
-    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention.
-    ``background`` requests (idle-time prefill, ``max_tokens`` 0) run while no other does, and evict nothing."""
+    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention. A
+    ``background`` request prefills in advance (``max_tokens`` 0): it runs only while no other request runs or waits,
+    gives way to any other within a step, and evicts nothing but what side requests left."""
 
     id: str
     tokens: tuple[int, ...]
