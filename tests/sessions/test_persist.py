@@ -368,6 +368,43 @@ def test_a_damaged_environment_stops_no_start_and_gives_no_wrong_tokens(
     assert opened().on
 
 
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from sessions.persist import Persist, PersistConfig
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+persist = Persist(PersistConfig(Path(sys.argv[1]), commit_seconds=0.001, map_bytes=1 << 16, clock=lambda: 0.0))
+for number in range(30):
+    persist.write(number.to_bytes(32, "big"), b"head", {b"a": os.urandom(100_000)}, used=0.0)
+    assert persist.flush(10)
+assert persist.stats()["persist_errors"] > 5
+assert len(persist.read(bytes(32))[b"a"]) == 100_000
+"""
+
+
+def test_a_full_disk_loses_only_what_does_not_fit(opened: Open, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FULL_DISK, str(tmp_path / "sessions")],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    persist = opened()
+    kept = [group for group, _ in persist.heads(b"")]
+    assert 4 < len(kept) < 12
+    assert all(len(persist.read(group)[b"a"]) == 100_000 for group in kept)
+    persist.write(bytes(32), b"head", {b"a": b"1"}, used=0.0)
+    assert persist.read(bytes(32)) == {b"a": b"1"}
+    assert persist.stats()["persist_damaged"] == persist.stats()["persist_corrupt"] == 0
+
+
+def child_environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+
+
 WRITER = """
 import sys
 from pathlib import Path
@@ -398,9 +435,7 @@ for number in range(10**6):
 def kill_a_writer(directory: Path, seed: int) -> str:
     """At any moment: in a commit, a growth, an eviction. Returns the last session that was there for certain."""
     command = [sys.executable, "-P", "-c", WRITER, str(directory), str(seed)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(), text=True) as child:
         assert child.stdout is not None
         certain = child.stdout.readline()
         time.sleep(random.Random(seed).random() * 0.1)
