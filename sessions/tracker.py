@@ -80,7 +80,7 @@ class Sessions:
         self._drop_surplus()
 
     def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
-        """``incarnation`` is the engine worker's: a new one has forgotten everything."""
+        """``incarnation`` is the engine worker's: a new one knows only what its store kept."""
         place = self._place(meta, conversation, keep=True)
         return Visit(place, self._family, meta.protocol, incarnation, self._remember)
 
