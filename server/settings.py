@@ -11,8 +11,9 @@ class ServerSettings(BaseModel):
     """One frozen value, built once by whoever starts the server.
 
     ``context_length`` 0: the worker's own. ``max_output_tokens`` 0: whatever the context leaves; larger wishes of
-    clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0: none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and
-    ``Origin`` headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how
+    clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0:
+    none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and ``Origin``
+    headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how
     long the response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that
     is being started, ``send_seconds`` how long a client may refuse to read before it is dropped. ``idle_prefill``:
     compute ahead what the user's next message is expected to continue, once nothing was asked for ``idle_seconds``.
