@@ -12,6 +12,7 @@ PAGE = 64
 """Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+WorkerCause = Literal["none", "no_anchor", "evicted", "corrupt", "fingerprint"]
 ErrorKind = Literal["context_length", "invalid", "overloaded", "worker_lost", "internal"]
 
 
@@ -63,7 +64,9 @@ class Watch:
 @dataclass(frozen=True)
 class Request:
     """One generation. ``tokens`` is the whole prompt. ``side`` requests read the cache and never evict from it.
-    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention."""
+    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention. A
+    ``background`` request prefills in advance (``max_tokens`` 0): it runs only while no other request runs or waits,
+    gives way to any other within a step, and evicts nothing but what side requests left."""
 
     id: str
     tokens: tuple[int, ...]
@@ -73,15 +76,18 @@ class Request:
     session: str = ""
     namespace: str = ""
     side: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
 class Reuse:
     """Where a prompt's tokens came from. device + host + disk + replayed + new == prompt tokens.
 
-    ``resumed`` tokens (device + host + disk) were restored; ``replayed`` were computed before and had to be computed
-    again; ``new`` lie past the divergence. ``cause`` is why replayed > 0, as far as the worker can know:
-    ``none`` (nothing replayed), ``no_anchor`` (no checkpoint near enough), ``evicted`` (there was one).
+    ``resumed`` tokens (device + host + disk: where their pages were) were restored; ``replayed`` were computed before
+    and had to be computed again; ``new`` lie past the divergence. ``cause`` is why replayed > 0, as far as the worker
+    can know: ``none`` (nothing replayed), ``no_anchor`` (no checkpoint near enough), ``evicted`` (there was one),
+    ``corrupt`` (something was read for this request, and wrong), ``fingerprint`` (the session has state, of another
+    model or arithmetic).
     """
 
     device: int
@@ -89,7 +95,7 @@ class Reuse:
     disk: int
     replayed: int
     new: int
-    cause: Literal["none", "no_anchor", "evicted"] = "none"
+    cause: WorkerCause = "none"
 
     @property
     def resumed(self) -> int:
@@ -172,7 +178,17 @@ class Stats:
     values: dict[str, float] = field(default_factory=dict)
 
 
-Reply = Admitted | Tokens | Done | Failed | ModelInfo | Stats
+@dataclass(frozen=True)
+class AdminReply:
+    """The answer to ``Admin``; ``message`` says what went wrong, or what was done."""
+
+    id: str
+    ok: bool
+    values: dict[str, str | float] = field(default_factory=dict)
+    message: str = ""
+
+
+Reply = Admitted | Tokens | Done | Failed | ModelInfo | Stats | AdminReply
 
 # ── client -> worker ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,6 +203,19 @@ class Abort:
 @dataclass(frozen=True)
 class GetStats:
     pass
+
+
+AdminAction = Literal["store_stat", "store_verify", "store_gc", "store_forget", "store_pin", "store_unpin"]
+
+
+@dataclass(frozen=True)
+class Admin:
+    """Something for a person who looks after the store. ``store_forget`` (and the two about pins, always) take
+    ``session``; without it all is forgotten."""
+
+    id: str
+    action: AdminAction
+    arguments: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,7 +235,21 @@ class Pong:
     step_seconds: float
 
 
-Command = Request | Abort | GetStats | Shutdown
+Command = Request | Abort | GetStats | Admin | Shutdown
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Where state outlives the worker. ``host_bytes``: recent payloads kept in RAM. ``daily_write_bytes``: written per
+    day on average. ``key_file``: what is in it decides the key that everything is encrypted with; "" for no
+    encryption."""
+
+    directory: str
+    quota_bytes: int = 64 << 30
+    host_bytes: int = 4 << 30
+    daily_write_bytes: int = 300_000_000_000
+    retention_days: float = 7.0
+    key_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -216,7 +259,7 @@ class EngineConfig:
     ``dtype``: dtype the weights and attention pages are held in (``auto``: as in the checkpoint). ``kv_bytes``: room
     for attention pages. ``checkpoint_bytes``: room for recurrent-state checkpoints. ``context_length`` 0: the model's.
     ``kernels``: ``native`` (C++) or ``reference`` (torch twins). ``instruction_set``: ``auto`` or one of the native
-    library's. ``threads`` 0: one per physical core.
+    library's. ``threads`` 0: one per physical core. ``store`` None: state ends with the worker.
     """
 
     model: str
@@ -230,3 +273,4 @@ class EngineConfig:
     max_sequences: int = 8
     chunk_tokens: int = 512
     queue: int = 64
+    store: StoreSettings | None = None

@@ -31,6 +31,8 @@ class Family:
         self.name = self.format.name
         self.tokenizer = tokenizer
         self.probe = probe
+        self.identity = renderer.identity
+        """Tokens sampled under one identity mean nothing under another. 16 bytes."""
         self._renderer = renderer
         self._wire = Wire.resolve(self.format, tokenizer)
         ends = [tokenizer.token_id(end) for end in self.format.ends]

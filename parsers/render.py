@@ -16,6 +16,7 @@ followed by a sampled turn.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,12 @@ class Renderer:
         self._call_ids = (tokenizer.token_id(call.open), tokenizer.token_id(call.close))
         self._think_close = tokenizer.token_id(think.close) if think else None
         self._end_ids = tuple(tokenizer.token_id(end) for end in wire_format.ends)
+
+    @property
+    def identity(self) -> bytes:
+        """16 bytes that are the same for the same format, tokenizer and template."""
+        parts = (self.format.name.encode(), self._tokenizer.identity, self._template.source.encode())
+        return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
     def render(self, conversation: Conversation, *, thinking: bool, remember: bool) -> Prompt:
         """Raises RenderError."""

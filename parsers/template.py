@@ -36,6 +36,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = frozen.strftime
         environment.globals.update(special_tokens)
+        self.source = source
         try:
             self._template: Template = environment.from_string(source)
         except TemplateError as error:

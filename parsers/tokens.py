@@ -8,6 +8,7 @@ independent of each other, remembered pieces are exact, and only the tail of a g
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 import sys
@@ -54,9 +55,12 @@ class Tokenizer:
             "post_processor": None,
         }
         try:
-            self._plain = FastTokenizer.from_str(json.dumps(plain))
+            text = json.dumps(plain)
+            self._plain = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for everything
             raise TokenizerError(f"tokenizer.json is not usable: {error}") from error
+        self.identity = hashlib.blake2b(text.encode() + repr(sorted(self.control.items())).encode()).digest()
+        """The same for tokenizers that give the same ids."""
         texts = (text for text in added if text not in control)
         self.longest = max(map(len, (*vocabulary, *map(str.encode, texts))))
         """Bytes of the longest token of plain text."""

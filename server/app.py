@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -75,7 +76,11 @@ def create_app(state: ServerState) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         _log.info("serving %s", ", ".join(state.settings.models))
+        idle = asyncio.create_task(state.idle.run(), name="idle prefill")
         yield
+        idle.cancel()
+        await asyncio.wait([idle])
+        state.sessions.close()
         _log.info("stopped; %d generations were open", state.counters.open_generations)
 
     decode = state.family.tokenizer.decode

@@ -79,6 +79,7 @@ async def stats(state: ServerState) -> dict[str, Any]:
         "sessions": state.sessions.stats(),
         "server": {
             **state.counters.values(),
+            "idle_preempted": state.idle.preempted,
             "workers_lost": state.engine.lost,
             "max_body_bytes": state.settings.max_body_bytes,
         },

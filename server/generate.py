@@ -106,6 +106,7 @@ async def _start(
     state: ServerState, info: ModelInfo, meta: RequestMeta, conversation: Conversation, options: Options
 ) -> Generation:
     visit = state.sessions.begin(meta, conversation, info.incarnation)
+    state.idle.interrupt(visit.session_id)
     prompt = await render(state, visit.conversation, options.thinking)
     max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))
     request = Request(
@@ -320,7 +321,13 @@ class Generation:
             size, reuse.resumed, max(0, kept - reuse.resumed), len(self._sampled), self._reasoning_tokens()
         )
         self.report = self._visit.report(
-            self.prompt, resumed=reuse.resumed, replayed=reuse.replayed, new=reuse.new, worker_cause=reuse.cause
+            self.prompt,
+            resumed=reuse.resumed,
+            replayed=reuse.replayed,
+            new=reuse.new,
+            worker_cause=reuse.cause,
+            host=reuse.host,
+            disk=reuse.disk,
         )
 
     def _reasoning_tokens(self) -> int:
@@ -356,6 +363,8 @@ class Generation:
             return
         counters.prompt_tokens += self.report.prompt
         counters.resumed_tokens += self.report.resumed
+        counters.host_tokens += self.report.host
+        counters.disk_tokens += self.report.disk
         counters.replayed_tokens += self.report.replayed
         self._visit.finish(
             self.prompt,
@@ -365,6 +374,8 @@ class Generation:
             self.report,
             complete,
         )
+        if self._visit.followup is not None:
+            self._state.idle.offer(self._visit.followup)
 
 
 def _budget(prompt: int, options: Options, settings: ServerSettings, limit: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -16,8 +18,9 @@ class ServerSettings(BaseModel):
     headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how long the
     response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that is being
     started, ``send_seconds`` how long a client may refuse to read before it is dropped; a worker without progress for
-    ``stalled_seconds`` is told to be stalled. The sampling fields are the model's generation defaults, for what a
-    request leaves open.
+    ``stalled_seconds`` is told to be stalled. ``idle_prefill``: compute ahead what the user's next message is expected
+    to continue, once nothing was asked for ``idle_seconds``. ``store``: where the store is, if there is one. The
+    sampling fields are the model's generation defaults, for what a request leaves open.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +38,9 @@ class ServerSettings(BaseModel):
     max_body_bytes: int = Field(default=32 << 20, gt=0)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    idle_prefill: bool = True
+    idle_seconds: float = Field(default=0.5, gt=0)
+    store: Path | None = None
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -8,6 +8,7 @@ from anyio import CapacityLimiter
 
 from engine.client import EngineClient
 from parsers.load import Family
+from server.idle import Idle
 from server.script import Script
 from server.settings import ServerSettings
 from sessions.tracker import Sessions
@@ -15,7 +16,8 @@ from sessions.tracker import Sessions
 
 @dataclass
 class Counters:
-    """Events since the start of the server; ``open_generations`` is a gauge and must return to 0 when idle."""
+    """Events since the start of the server; ``open_generations`` is a gauge and must return to 0 when idle.
+    ``host_tokens`` and ``disk_tokens`` are parts of ``resumed_tokens``."""
 
     requests: int = 0
     errors: int = 0
@@ -23,6 +25,8 @@ class Counters:
     open_generations: int = 0
     prompt_tokens: int = 0
     resumed_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     replayed_tokens: int = 0
     output_tokens: int = 0
     tolerated: int = 0
@@ -44,3 +48,8 @@ class ServerState:
     script: Script | None = None
     counters: Counters = field(default_factory=Counters)
     render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    idle: Idle = field(init=False)
+    """Computes ahead in quiet moments."""
+
+    def __post_init__(self) -> None:
+        self.idle = Idle(self.engine, self.sessions, self.settings, self.render_limiter)

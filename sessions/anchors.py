@@ -7,8 +7,8 @@ last user message (that is where the next user message will diverge). Everything
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from parsers.events import BoundaryKind
 from parsers.probe import Probe
@@ -73,8 +73,11 @@ def watch_points(watches: Iterable[tuple[tuple[int, ...], BoundaryKind]]) -> tup
     return tuple(WatchPoint(tokens, kind, WATCH_PRIORITIES[kind]) for tokens, kind in watches)
 
 
-def anchor_points(length: int, spans: Sequence[Span], probe: Probe) -> tuple[AnchorPoint, ...]:
-    """``length`` of the prompt in tokens, its spans; anchors ascend by position, one per position."""
+def anchor_points(
+    length: int, spans: Sequence[Span], probe: Probe, priorities: Mapping[str, float] = PRIORITIES
+) -> tuple[AnchorPoint, ...]:
+    """``length`` of the prompt in tokens, its spans; anchors ascend by position, one per position. ``priorities`` by
+    kind of anchor."""
     named = _best_per_position(
         [
             *_pinned(spans, probe),
@@ -86,7 +89,8 @@ def anchor_points(length: int, spans: Sequence[Span], probe: Probe) -> tuple[Anc
     lattice = [anchor for anchor in _lattice(length) if anchor.position not in named]
     room = LIMIT - len(lattice)
     kept = sorted(named.values(), key=lambda anchor: (anchor.pinned, anchor.priority, anchor.position))[-room:]
-    return tuple(sorted([*kept, *lattice], key=lambda anchor: anchor.position))
+    points = sorted([*kept, *lattice], key=lambda anchor: anchor.position)
+    return tuple(replace(point, priority=priorities[point.kind]) for point in points)
 
 
 def _pinned(spans: Sequence[Span], probe: Probe) -> list[AnchorPoint]:

@@ -28,6 +28,8 @@ Cause = Literal[
     "no_anchor",
     "evicted",
     "worker_restart",
+    "fingerprint",
+    "corrupt",
 ]
 
 GRAIN = 64
@@ -118,6 +120,16 @@ def explain(seen: Facts) -> Cause | None:
     return next((cause for rule in RULES if (cause := rule(seen)) is not None), None)
 
 
+def _corrupt(seen: Facts) -> Cause | None:
+    return "corrupt" if seen.worker_cause == "corrupt" else None
+
+
+def _foreign(seen: Facts) -> Cause | None:
+    """What is kept was computed by other weights, or in another way."""
+    lost = seen.past is None or seen.forgotten > 0
+    return "fingerprint" if seen.worker_cause == "fingerprint" and lost else None
+
+
 def _side(seen: Facts) -> Cause | None:
     return "side_request" if seen.now.kind == "side" else None
 
@@ -129,8 +141,12 @@ def _first(seen: Facts) -> Cause | None:
 
 
 def _restarted(seen: Facts) -> Cause | None:
-    restarted = seen.past is not None and seen.past.incarnation != seen.now.incarnation
-    return "worker_restart" if restarted and seen.forgotten > 0 else None
+    """A new worker is to blame for what the one before it knew and no store kept. The rest of a page is no reason to
+    hide what else happened."""
+    if seen.past is None or seen.past.incarnation == seen.now.incarnation:
+        return None
+    lost = seen.forgotten > (0 if seen.append else GRAIN)
+    return "worker_restart" if lost and seen.forgotten > seen.reuse.replayed else None
 
 
 def _appended(seen: Facts) -> Cause | None:
@@ -199,7 +215,9 @@ def _changed(seen: Facts) -> Cause | None:
 
 
 RULES: tuple[Callable[[Facts], Cause | None], ...] = (
+    _corrupt,
     _side,
+    _foreign,
     _first,
     _restarted,
     _appended,

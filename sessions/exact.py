@@ -37,8 +37,9 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    """``ids`` are packed; ``branch`` is the one it was recorded on; ``names`` ends with the link."""
+class Entry:
+    """``ids`` are packed; ``branch`` is the one it was recorded on; ``names`` ends with the link, and ``before`` is the
+    link that it answered."""
 
     blocks: tuple[Block, ...]
     digest: TurnDigest
@@ -47,6 +48,7 @@ class _Entry:
     thinking_rest: str
     branch: str
     names: tuple[bytes, ...]
+    before: bytes
 
 
 class Journal:
@@ -55,24 +57,40 @@ class Journal:
     def __init__(self, max_tokens: int) -> None:
         self.tokens = 0
         self._max_tokens = max_tokens
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._by_name: dict[bytes, tuple[int, ...]] = {}
         self._next = 0
+        self._changed: set[int] = set()
 
-    def record(self, blocks: Sequence[Block], sampled: Sampled, before: bytes, branch: str) -> None:
-        """``before`` is the link of the turns that this one answered, on the branch of that name."""
+    def record(
+        self, blocks: Sequence[Block], sampled: Sampled, before: bytes, branch: str, number: int | None = None
+    ) -> None:
+        """``before`` is the link of the turns that this one answered, on the branch of that name. ``number``: the one
+        it had, if it is recorded again."""
         turn = Turn("assistant", tuple(blocks))
         described = turn_digest(turn)
         names = (*_own_names(turn), next_link(before, described.key))
-        number, self._next = self._next, self._next + 1
+        number = self._next if number is None else number
+        self._next = max(self._next, number + 1)
         packed = pack(sampled.ids)
-        entry = _Entry(turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, branch, names)
+        entry = Entry(
+            turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, branch, names, before
+        )
         self._entries[number] = entry
+        self._changed.add(number)
         for name in set(names):
             self._by_name[name] = (*self._by_name.get(name, ()), number)[-NAMESAKES:]
         self.tokens += len(sampled.ids)
         while self.tokens > self._max_tokens:
             self._drop(next(iter(self._entries)))
+
+    def changes(self) -> list[tuple[int, Entry | None]]:
+        """What was recorded (or dropped: None) since this was asked last, by number."""
+        changed, self._changed = self._changed, set()
+        return [(number, self._entries.get(number)) for number in sorted(changed)]
+
+    def entries(self) -> list[tuple[int, Entry]]:
+        return sorted(self._entries.items())
 
     def restore(self, turn: Turn, before: bytes, branch: str, schemas: Schemas) -> Restored:
         """The turn with its exact tokens and its own thinking, if it is an echo of a sampled one; else as it came.
@@ -94,6 +112,7 @@ class Journal:
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)
+        self._changed.add(number)
         self.tokens -= len(entry.ids) // 4
         for name in entry.names:
             left = tuple(other for other in self._by_name.get(name, ()) if other != number)

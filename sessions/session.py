@@ -33,7 +33,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request of a session's timeline. Counts are in tokens, ``time`` in seconds of the given clock."""
+    """One request of a session's timeline. Counts are in tokens, ``time`` in seconds of the given clock. ``device``,
+    ``host`` and ``disk`` say where what was ``resumed`` came from."""
 
     number: int
     time: float
@@ -46,11 +47,15 @@ class RequestRecord:
     cause: Cause
     sampled: int
     complete: bool
+    device: int = 0
+    host: int = 0
+    disk: int = 0
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """``client_id`` is the session id the client gave, empty if it gave none."""
+    """``client_id`` is the session id the client gave, empty if it gave none. ``tokens`` are those remembered of it, in
+    memory or on disk; a ``pinned`` session is never dropped."""
 
     id: str
     client_id: str
@@ -61,6 +66,7 @@ class SessionSummary:
     branches: int
     prompt: int
     tokens: int
+    pinned: bool
 
 
 @dataclass(frozen=True)
@@ -72,22 +78,34 @@ class SessionDetail:
 
 @dataclass(eq=False)
 class Branch:
-    """One thread of a session. ``tools``: the last ones it was sent with. ``keys``: its entries in the prefix index."""
+    """One thread of a session. ``tools``: the last ones it was sent with. ``keys``: its entries in the prefix index.
+    ``number`` and, for each of ``pasts``, ``slots`` say where it is written."""
 
     name: str
+    number: int = -1
     head: bytes = b""
     tools: tuple[Tool, ...] = ()
     pasts: tuple[Asked, ...] = ()
+    slots: tuple[int, ...] = ()
     keys: dict[bytes, None] = field(default_factory=dict)
 
     def remember(self, asked: Asked) -> None:
-        """A request for a summary never takes a place: the conversation may go on as if it had not been."""
-        kept = [
-            past
-            for past in self.pasts
-            if asked.kind == "compaction" or common_prefix(past.tokens, asked.tokens) < past.length
+        """A request for a summary never takes a place: the conversation may go on as if it had not been. Who takes a
+        place takes the slot too: most of what is written there stays as it is."""
+        places = list(zip(self.slots, self.pasts, strict=True))
+        continued = [
+            slot
+            for slot, past in places
+            if asked.kind != "compaction" and common_prefix(past.tokens, asked.tokens) >= past.length
         ]
-        self.pasts = (*kept, asked)[-PASTS:]
+        kept = [place for place in places if place[0] not in continued][-(PASTS - 1) :]
+        free = [slot for slot in range(PASTS) if all(slot != taken for taken, _ in kept)]
+        places = [*kept, ((continued or free)[-1], asked)]
+        self.slots, self.pasts = (tuple(slot for slot, _ in places), tuple(past for _, past in places))
+
+    def forget(self) -> None:
+        """All but what the prefix index and its name need."""
+        self.tools, self.pasts, self.slots = (), (), ()
 
     @property
     def tokens(self) -> int:
@@ -95,34 +113,54 @@ class Branch:
 
 
 class Session:
-    """Mutable, owned by ``Sessions``; all calls come from one thread."""
+    """Mutable, owned by ``Sessions``; all calls come from one thread. One that is ``asleep`` has its branches by name
+    only; the rest is on disk."""
 
     def __init__(self, id: str, client_id: str, namespace: str, harness: str, limits: Limits, now: float) -> None:
         self.id = id
         self.client_id = client_id
         self.namespace = namespace
         self.harness = harness
-        self.journal = Journal(limits.session_tokens)
         self.branches: OrderedDict[str, Branch] = OrderedDict()
-        self.history: deque[RequestRecord] = deque(maxlen=limits.history)
         self.created = self.last_used = now
         self.requests = 0
+        self.prompt = 0
+        self.pinned = False
+        self.asleep = False
+        self.stored_tokens = 0
+        """Tokens on disk while it is asleep."""
+        self.dropped: list[int] = []
+        """Numbers of branches that are still on disk."""
         self._limits = limits
+        self.empty()
+
+    def empty(self) -> None:
+        """Forgets what can be read again."""
+        self.journal = Journal(self._limits.session_tokens)
+        self.history: deque[RequestRecord] = deque(maxlen=self._limits.history)
+        for branch in self.branches.values():
+            branch.forget()
 
     def branch(self, name: str, dropped: Callable[[Branch], None]) -> Branch:
         """The branch of that name, made if it is new; ``dropped`` is told of one that had to go for it."""
-        branch = self.branches.setdefault(name, Branch(name))
+        branch = self.branches.get(name)
+        if branch is None:
+            taken = {branch.number for branch in self.branches.values()} | set(self.dropped)
+            number = next(number for number in range(len(taken) + 1) if number not in taken)
+            branch = self.branches[name] = Branch(name, number)
         self.branches.move_to_end(name)
         if len(self.branches) > self._limits.branches:
-            dropped(self.branches.popitem(last=False)[1])
+            surplus = self.branches.popitem(last=False)[1]
+            self.dropped.append(surplus.number)
+            dropped(surplus)
         return branch
 
     @property
     def tokens(self) -> int:
+        """Those held in memory."""
         return self.journal.tokens + sum(branch.tokens for branch in self.branches.values())
 
     def summary(self) -> SessionSummary:
-        prompt = self.history[-1].prompt if self.history else 0
         return SessionSummary(
             self.id,
             self.client_id,
@@ -131,8 +169,9 @@ class Session:
             self.last_used,
             self.requests,
             len(self.branches),
-            prompt,
-            self.tokens,
+            self.prompt,
+            self.stored_tokens if self.asleep else self.tokens,
+            self.pinned,
         )
 
     def detail(self) -> SessionDetail:

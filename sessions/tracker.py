@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from parsers.conversation import Conversation, Turn
 from parsers.load import Family
+from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
-from sessions.causes import Cause
+from sessions.archive import ArchiveError
+from sessions.causes import Asked, Cause
 from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
@@ -21,7 +23,11 @@ from sessions.harness import (
     recognise,
     without_volatile,
 )
+from sessions.idle import Followup, IdleCounts, Prediction, predict
+from sessions.keeper import Keeper
 from sessions.lineage import Lineage, chain
+from sessions.persist import Persist
+from sessions.prior import Divergence, counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
 from sessions.visit import Finished, Place, ReuseReport, Visit
 
@@ -43,7 +49,9 @@ CLIENT_ID_LENGTH = 256
 
 
 class Sessions:
-    """Single-threaded: all calls come from the server's event loop. ``clock`` gives seconds and is only shown."""
+    """Single-threaded: all calls come from the server's event loop. ``clock`` gives seconds and is only shown.
+    ``persist`` keeps sessions over a restart, for the same tokenizer and template; they are read when they are asked
+    for."""
 
     def __init__(
         self,
@@ -52,6 +60,7 @@ class Sessions:
         max_sessions: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         clock: Callable[[], float] = time.time,
+        persist: Persist | None = None,
     ) -> None:
         self._family = family
         self._limits = limits if max_sessions is None else replace(limits, max_sessions=max_sessions)
@@ -64,9 +73,15 @@ class Sessions:
         self._verdicts: Counter[Verdict] = Counter()
         self._unexplained = 0
         self._dropped = 0
+        self._idle = IdleCounts()
+        self._keeper = Keeper(persist, family.identity, self._limits)
+        self._habits = self._keeper.habits()
+        for session in self._keeper.sleeping():
+            self._adopt(session)
+        self._drop_surplus()
 
     def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
-        """``incarnation`` is the engine worker's: a new one has forgotten everything."""
+        """``incarnation`` is the engine worker's: a new one knows only what its store kept."""
         place = self._place(meta, conversation, keep=True)
         return Visit(place, self._family, meta.protocol, incarnation, self._accept, self._remember)
 
@@ -81,15 +96,85 @@ class Sessions:
     def get(self, id: str, namespace: str = "") -> SessionDetail | None:
         """None also for a session of another namespace."""
         session = self._sessions.get(id)
-        return session.detail() if session and session.namespace == namespace else None
+        if session is None or session.namespace != namespace:
+            return None
+        self._wake(session)
+        return session.detail()
 
     def forget(self, id: str, namespace: str = "") -> bool:
-        """True if the namespace had such a session. What the engine holds of it is not touched."""
+        """True if the namespace had such a session; it is gone from disk too. What the engine holds of it is not
+        touched."""
         session = self._sessions.get(id)
         if session is None or session.namespace != namespace:
             return False
         self._drop(session)
         return True
+
+    def forget_all(self) -> int:
+        """All sessions, of every namespace and model, and what is known about clients; how many are gone."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            self._drop(session)
+        self._habits.clear()
+        return max(len(sessions), self._keeper.forget_all())
+
+    def pin(self, id: str, pinned: bool = True) -> bool:
+        """True if there is such a session. A pinned one is never dropped for another or for its age."""
+        session = self._sessions.get(id)
+        if session is None:
+            return False
+        session.pinned = pinned
+        self._keeper.save(session)
+        return True
+
+    def export(self, id: str) -> str | None:
+        """The session as a text file of JSON lines (see ``archive``)."""
+        session = self._sessions.get(id)
+        if session is None:
+            return None
+        self._wake(session)
+        return archive.dump(session, self._keeper.identity)
+
+    def import_archive(self, text: str, namespace: str = "") -> str:
+        """Takes the session of an archive in, in place of one with the same id, which is returned. Raises
+        ArchiveError, also for tokens of another tokenizer, and for a session of another namespace."""
+        session = archive.load(text, self._keeper.identity, self._limits)
+        known = self._sessions.get(session.id, session)
+        if not session.namespace == known.namespace == namespace:
+            raise ArchiveError("the session belongs to another API key")
+        self.forget(session.id, namespace)
+        session.last_used = self._clock()
+        self._adopt(session)
+        self._weigh(session)
+        self._keeper.save_all(session)
+        return session.id
+
+    def close(self) -> None:
+        """What was not written yet is written."""
+        self._keeper.close()
+
+    # ── idle time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def predict(self, followup: Followup) -> Callable[[], Prediction | None]:
+        """What computes the prompt that the next message of the user is expected to begin with; it may run in another
+        thread. Raises RenderError there."""
+        session = self._sessions.get(followup.session)
+        worth = priorities(self._habits.get(session.harness, {}) if session else {})
+        family = self._family
+        return lambda: predict(family, followup, worth)
+
+    def predicted(self, prediction: Prediction, computed: int) -> None:
+        """A prediction lies computed, ``computed`` tokens of it newly: its branch goes on from there."""
+        session = self._sessions.get(prediction.session)
+        branch = session.branches.get(prediction.branch) if session else None
+        self._idle.done(prediction, computed)
+        if session is None or branch is None:
+            self._idle.wasted(prediction.session, prediction.branch)
+            return
+        self._wake(session)
+        branch.remember(prediction.asked)
+        self._weigh(session)
+        self._keeper.save(session, branch)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what is held now."""
@@ -104,6 +189,8 @@ class Sessions:
             "echo_exact": self._verdicts["exact"],
             "echo_edited": self._verdicts["edited"],
             "echo_unknown": self._verdicts["unknown"],
+            **self._idle.stats(),
+            **self._keeper.stats(),
             **named,
         }
 
@@ -120,7 +207,8 @@ class Sessions:
             conversation = replace(conversation, tools=branch.tools)
         count = keep and identity.kind != "side"
         restored, link = self._restore(session, branch.name, conversation, turns, count)
-        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys))
+        worth = priorities(self._habits.get(harness.name, {}))
+        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys), worth)
 
     def _accept(self, place: Place) -> Place:
         """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
@@ -130,6 +218,7 @@ class Sessions:
         if session is None:
             session = Session(known.id, known.client_id, known.namespace, known.harness, self._limits, self._clock())
             self._sessions[session.id] = session
+        self._wake(session)
         self._sessions.move_to_end(session.id)
         alive = session.branches.get(place.branch.name) is place.branch
         branch = place.branch if alive else self._branch(session, place.identity, place.head)
@@ -137,7 +226,7 @@ class Sessions:
         branch.tools, branch.head = place.conversation.tools, place.head
         self._lineage.add(session, branch, place.keys)
         session.last_used = self._clock()
-        self._drop_surplus()
+        self._drop_surplus(session)
         return replace(place, session=session, branch=branch)
 
     def _find(
@@ -158,7 +247,20 @@ class Sessions:
                 self._clock(),
             )
             branch = found[1] if found else self._branch(session, identity, head)
+        self._wake(session)
         return session, branch
+
+    def _adopt(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        for branch in session.branches.values():
+            keys = list(branch.keys)
+            branch.keys.clear()
+            self._lineage.add(session, branch, keys)
+
+    def _wake(self, session: Session) -> None:
+        if session.asleep:
+            self._keeper.wake(session)
+            self._weigh(session)
 
     @staticmethod
     def _branch(session: Session, identity: Identity, head: bytes) -> Branch:
@@ -200,6 +302,7 @@ class Sessions:
         self._causes[report.cause] += 1
         self._unexplained += not report.explained
         session.requests += 1
+        session.prompt = report.prompt
         session.history.append(
             RequestRecord(
                 session.requests,
@@ -213,44 +316,78 @@ class Sessions:
                 report.cause,
                 len(done.sampled.ids),
                 done.complete,
+                report.device,
+                report.host,
+                report.disk,
             )
         )
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch
-        if not alive or place.kind == "side" or done.answered is None:
+        if not alive or place.kind == "side":
             return
+        self._wake(session)
+        self._idle.asked(session.id, branch.name, done.asked, report.resumed)
+        self._learn(session.harness, report.divergence)
+        if done.answered is not None:
+            self._keep_answer(session, branch, done, done.answered)
+        self._keeper.save(session, branch)
+
+    def _keep_answer(self, session: Session, branch: Branch, done: Finished, answered: Asked) -> None:
+        place = done.place
         if done.sampled.ids:
             session.journal.record(done.blocks, done.sampled, place.link, branch.name)
-        branch.remember(done.answered)
+        branch.remember(answered)
         if place.scope:
-            keys = chain(place.scope, branch.head, done.answered.turns[done.answered.head :])
+            keys = chain(place.scope, branch.head, answered.turns[answered.head :])
             self._lineage.add(session, branch, keys)
         self._weigh(session)
+
+    def _learn(self, harness: str, kind: Divergence) -> None:
+        counts = self._habits[harness] = counted(self._habits.get(harness, {}), kind)
+        self._keeper.save_habit(harness, counts, self._clock())
 
     def _weigh(self, session: Session) -> None:
         self._tokens += session.tokens - self._weights.get(session.id, 0)
         self._weights[session.id] = session.tokens
-        self._drop_surplus()
+        self._drop_surplus(session)
 
-    def _drop_surplus(self) -> None:
-        """The namespace that holds the most loses its least recently used: whoever floods loses its own. The last used
-        of all stays, its journal is bounded by itself."""
+    def _drop_surplus(self, spared: Session | None = None) -> None:
+        """The namespace that holds the most loses its least recently used: whoever floods loses its own. Where only
+        memory is short and they can be read again, they go to sleep instead. The last used of all and ``spared`` stay:
+        their journals are bounded by themselves."""
         limits = self._limits
         while len(self._sessions) > 1:
             many = len(self._sessions) > limits.max_sessions
             if not many and self._tokens <= limits.max_tokens:
                 return
+            sleep = self._keeper.on and not many
             share: Counter[str] = Counter()
             for session in self._sessions.values():
                 share[session.namespace] += 1 if many else self._weights.get(session.id, 0)
-            *others, _ = self._sessions.values()
-            self._dropped += 1
-            self._drop(max(others, key=lambda session: share[session.namespace]))
+            *others, _ = (session for session in self._sessions.values() if session is not spared)
+            going = [one for one in others if (one.id in self._weights if sleep else not one.pinned)]
+            if not going:
+                return
+            least = max(going, key=lambda session: share[session.namespace])
+            if sleep:
+                self._sleep(least)
+            else:
+                self._dropped += 1
+                self._drop(least)
 
     def _drop(self, session: Session) -> None:
         del self._sessions[session.id]
         self._tokens -= self._weights.pop(session.id, 0)
         for branch in session.branches.values():
             self._lineage.forget(branch)
+            self._idle.wasted(session.id, branch.name)
+        self._keeper.forget(session)
+
+    def _sleep(self, session: Session) -> None:
+        self._tokens -= self._weights.pop(session.id, 0)
+        if not session.asleep:
+            session.stored_tokens = session.tokens
+            session.asleep = True
+            session.empty()
 
 
 def _found_by(turn: Turn) -> TurnDigest:

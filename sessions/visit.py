@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from parsers.conversation import Block, Conversation, Sampled, Turn
 from parsers.events import Boundary
@@ -15,6 +15,8 @@ from sessions.causes import Asked, Cause, Reuse, counted, explain, facts
 from sessions.digest import TurnDigest, head_turns, pack, system_digest, tools_digest, turn_digest
 from sessions.exact import sampled_turn
 from sessions.harness import Harness, Identity, Kind, Protocol
+from sessions.idle import Followup
+from sessions.prior import Divergence, divergence
 from sessions.session import Branch, Session
 
 _CALL_PREFIX: dict[Protocol, str] = {"anthropic": "toolu_", "responses": "call_", "chat": "call_"}
@@ -23,25 +25,33 @@ _CALL_PREFIX: dict[Protocol, str] = {"anthropic": "toolu_", "responses": "call_"
 @dataclass(frozen=True)
 class ReuseReport:
     """Where a prompt's tokens came from: ``resumed`` + ``replayed`` + ``new`` == ``prompt``. ``replayed`` counts what
-    this branch had computed before and had to compute again, be it by a worker that is gone. ``explained`` is False
-    where no rule named the cause, which is an error of ours."""
+    this branch had computed before and had to compute again, be it by a worker that is gone. ``resumed`` is the sum of
+    what came from the ``device``, from the ``host``'s memory and from ``disk``. ``explained`` is False where no rule
+    named the cause, which is an error of ours. ``divergence``: where the prompt left what its branch had before."""
 
     prompt: int
     resumed: int
     replayed: int
     new: int
     cause: Cause
+    device: int = 0
+    host: int = 0
+    disk: int = 0
     explained: bool = True
+    divergence: Divergence = "append"
 
     def header(self) -> str:
-        return f"resumed={self.resumed}, replayed={self.replayed}, new={self.new}, cause={self.cause}"
+        return (
+            f"resumed={self.resumed}, device={self.device}, host={self.host}, disk={self.disk}, "
+            f"replayed={self.replayed}, new={self.new}, cause={self.cause}"
+        )
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
     ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its own
-    entries there (empty where the client names its threads).
+    entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness.
     Session and branch, where they are new, are known to nobody else until the request was accepted."""
 
     session: Session
@@ -54,6 +64,7 @@ class Place:
     scope: bytes
     head: bytes
     keys: tuple[bytes, ...]
+    priorities: Mapping[str, float]
 
     @property
     def kind(self) -> Kind:
@@ -66,6 +77,7 @@ class Finished:
     knows how much of the prompt was computed."""
 
     place: Place
+    asked: Asked
     answered: Asked | None
     blocks: tuple[Block, ...]
     sampled: Sampled
@@ -99,9 +111,11 @@ class Visit:
         self._incarnation = incarnation
         self._accept = None if self.side else accept
         self._remember: Callable[[Finished], None] | None = remember
+        self.followup: Followup | None = None
+        """After ``finish``: what the next message of the user will continue."""
 
     def anchors(self, prompt: Prompt) -> tuple[AnchorPoint, ...]:
-        return anchor_points(len(prompt.ids), prompt.spans, self._family.probe)
+        return anchor_points(len(prompt.ids), prompt.spans, self._family.probe, self._place.priorities)
 
     def watches(self) -> tuple[WatchPoint, ...]:
         return watch_points(self._family.watches)
@@ -114,17 +128,29 @@ class Visit:
         """For a thinking's signature or encrypted_content: the client sends it back as it is."""
         return "ft" + secrets.token_hex(16)
 
-    def report(self, prompt: Prompt, *, resumed: int, replayed: int, new: int, worker_cause: str) -> ReuseReport:
-        """``resumed`` etc. are the worker's numbers, at admission its plan. The first report says that the request was
-        accepted."""
+    def report(
+        self, prompt: Prompt, *, resumed: int, replayed: int, new: int, worker_cause: str, host: int = 0, disk: int = 0
+    ) -> ReuseReport:
+        """``resumed`` etc. are the worker's numbers, at admission its plan; ``host`` and ``disk`` are parts of
+        ``resumed``. The first report says that the request was accepted."""
         accept, self._accept = self._accept, None
         if accept is not None:
             self._place = accept(self._place)
         now = self._asked(prompt)
         seen = facts(now, prompt.spans, self._pasts, Reuse(resumed, replayed, new), worker_cause)
         reuse, cause = counted(seen), explain(seen)
-        explained = cause is not None
-        return ReuseReport(reuse.prompt, reuse.resumed, reuse.replayed, reuse.new, cause or "history_edited", explained)
+        return ReuseReport(
+            reuse.prompt,
+            reuse.resumed,
+            reuse.replayed,
+            reuse.new,
+            cause or "history_edited",
+            reuse.resumed - host - disk,
+            host,
+            disk,
+            cause is not None,
+            divergence(seen),
+        )
 
     def finish(
         self,
@@ -141,9 +167,21 @@ class Visit:
         remember, self._remember = self._remember, None
         if remember is None:
             return
-        answered = self._answered(prompt, sampled, blocks) if sampled or blocks else None
+        asked = self._asked(prompt)
+        answered = _answered(asked, sampled, blocks) if sampled or blocks else None
         exact = sampled_turn(sampled, blocks, boundaries)
-        remember(Finished(self._place, answered, tuple(blocks), exact, report, complete))
+        remember(Finished(self._place, asked, answered, tuple(blocks), exact, report, complete))
+        if answered is not None and complete and self.kind == "main" and sampled:
+            turn = Turn("assistant", tuple(blocks), exact)
+            conversation = replace(self.conversation, turns=(*self.conversation.turns, turn))
+            self.followup = Followup(
+                self.session_id,
+                self._place.branch.name,
+                self._place.session.namespace,
+                conversation,
+                prompt.thinking,
+                answered,
+            )
 
     def _asked(self, prompt: Prompt) -> Asked:
         conversation = self.conversation
@@ -158,17 +196,13 @@ class Visit:
             self._incarnation,
         )
 
-    def _answered(self, prompt: Prompt, sampled: Sequence[int], blocks: Sequence[Block]) -> Asked:
-        asked = self._asked(prompt)
-        if not sampled:
-            return asked
-        return Asked(
-            asked.tokens + pack(sampled),
-            asked.tools,
-            asked.system,
-            asked.head,
-            (*asked.turns, turn_digest(Turn("assistant", tuple(blocks)))),
-            (*asked.exact, True),
-            asked.kind,
-            asked.incarnation,
-        )
+
+def _answered(asked: Asked, sampled: Sequence[int], blocks: Sequence[Block]) -> Asked:
+    if not sampled:
+        return asked
+    return replace(
+        asked,
+        tokens=asked.tokens + pack(sampled),
+        turns=(*asked.turns, turn_digest(Turn("assistant", tuple(blocks)))),
+        exact=(*asked.exact, True),
+    )

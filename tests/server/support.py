@@ -58,12 +58,15 @@ class Answer:
     """What the worker does with one request. ``text`` is the family's own, control tokens recognised.
 
     ``hold_at``: tokens before which it waits for ``release``; -1 never. ``resumed``: share of the prompt that was
-    cached. ``die``: the connection breaks instead of the wait ending. ``refuse``: fails before admission.
+    cached, ``host`` and ``disk`` parts of it. ``die``: the connection breaks instead of the wait ending. ``refuse``:
+    fails before admission.
     """
 
     text: str
     reason: FinishReason = "stop"
     resumed: int = 0
+    host: int = 0
+    disk: int = 0
     checkpoints: tuple[int, ...] = ()
     hold_at: int = -1
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,7 +136,8 @@ class FakeWorker:
         if answer.refuse is not None:
             self._send(Failed(request.id, *answer.refuse))
             return
-        reuse = Reuse(answer.resumed, 0, 0, 0, len(request.tokens) - answer.resumed)
+        device = answer.resumed - answer.host - answer.disk
+        reuse = Reuse(device, answer.host, answer.disk, 0, len(request.tokens) - answer.resumed)
         if not answer.admit:
             await answer.release.wait()
         self._send(Admitted(request.id, reuse))
@@ -221,7 +225,9 @@ async def serving(
         client = EngineClient(max_open)
         if connect:
             await client.connect(socket)
-        state = ServerState(client, family, Sessions(family), ServerSettings(**settings), script)
+        state = ServerState(
+            client, family, Sessions(family), ServerSettings(**{"idle_prefill": False, **settings}), script
+        )
         server = _Uvicorn(uvicorn.Config(create_app(state), port=0, log_level="warning", lifespan="on"))
         task = asyncio.create_task(server.serve())
         try:

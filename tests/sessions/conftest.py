@@ -16,6 +16,7 @@ from engine.weights.tiktoken import build_byte_tokenizer
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.events import Boundary, Event, TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.load import Family, Probe, Prompt, Span, load_family
+from sessions.persist import Persist
 from sessions.session import Limits
 from sessions.tracker import RequestMeta, ReuseReport, Sessions, Visit
 
@@ -31,6 +32,8 @@ class FakeFamily:
     words: dict[str, int] = field(default_factory=dict)
     watches: tuple[tuple[tuple[int, ...], str], ...] = (((1,), "thinking_end"), ((2, 3), "tool_call_start"))
 
+    identity: bytes = b"a fake family's."
+
     @property
     def probe(self) -> Probe:
         keeps = not self.strips
@@ -39,7 +42,7 @@ class FakeFamily:
     def encode(self, text: str) -> list[int]:
         return [self.words.setdefault(word, len(self.words)) for word in WORD.findall(text)]
 
-    def render(self, conversation: Conversation) -> Prompt:
+    def render(self, conversation: Conversation, *, thinking: bool = True) -> Prompt:
         ids: list[int] = []
         spans: list[Span] = []
         last_user = max((i for i, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
@@ -100,8 +103,12 @@ class RealFamily:
     def watches(self) -> Any:
         return self.family.watches
 
-    def render(self, conversation: Conversation) -> Prompt:
-        return self.family.render(conversation)
+    @property
+    def identity(self) -> bytes:
+        return self.family.identity
+
+    def render(self, conversation: Conversation, *, thinking: bool = True) -> Prompt:
+        return self.family.render(conversation, thinking=thinking)
 
     def sample(self, prompt: Prompt, blocks: Sequence[Block], tools: Sequence[Tool], cut: int) -> Answer:
         ids = self.family.encode_output(prompt, blocks)
@@ -292,10 +299,16 @@ class World:
         return self.agent(CHAT)
 
 
-def make_world(limits: Limits | None = None, family: FakeFamily | RealFamily | None = None) -> World:
+def make_world(
+    limits: Limits | None = None,
+    family: FakeFamily | RealFamily | None = None,
+    persist: Persist | None = None,
+    engine: FakeEngine | None = None,
+) -> World:
+    """With the same ``engine`` and directory of ``persist`` as another one: the same server, started again."""
     family, clock = family or FakeFamily(), [0.0]
-    sessions = Sessions(family, limits=limits or Limits(), clock=lambda: clock[0])  # type: ignore[arg-type]
-    return World(family, FakeEngine(), sessions, clock)
+    sessions = Sessions(family, limits=limits or Limits(), clock=lambda: clock[0], persist=persist)  # type: ignore[arg-type]
+    return World(family, engine or FakeEngine(), sessions, clock)
 
 
 TEMPLATES = Path(__file__).parents[2] / "engine" / "templates"

@@ -58,6 +58,26 @@ def test_a_new_worker_is_blamed_only_for_what_it_does_not_know() -> None:
     assert explain(seen(again, PAST, Reuse(64, 935, 101), "no_anchor")) == "no_anchor"
 
 
+def test_the_rest_of_a_page_hides_no_edit_after_a_restart() -> None:
+    edited = replace(
+        asked(1100, incarnation="two", first=1), tokens=asked(500).tokens + pack(range(2000, 2600)), tools=b"x"
+    )
+    assert explain(seen(edited, PAST, Reuse(448, 0, 652))) == "tools_changed"
+    assert explain(seen(edited, PAST, Reuse(0, 0, 1100))) == "worker_restart"
+    assert explain(seen(edited, PAST, Reuse(0, 500, 600), "evicted")) == "tools_changed"
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_what_only_the_worker_can_know_is_passed_on(past: bool) -> None:
+    pasts = (PAST,) if past else ()
+    for reuse in (Reuse(0, 0, 1100), Reuse(0, 999, 101)):
+        assert explain(facts(NOW, (), pasts, reuse, "corrupt")) == "corrupt"
+    assert explain(facts(NOW, (), pasts, Reuse(0, 0, 1100), "fingerprint")) == "fingerprint"
+    assert explain(seen(NOW, PAST, Reuse(999, 0, 101), "fingerprint")) == "none"
+    side = replace(NOW, kind="side")
+    assert explain(facts(side, (), pasts, Reuse(0, 0, 1100), "fingerprint")) == "side_request"
+
+
 def test_head_changes_are_named_in_the_order_of_the_prompt() -> None:
     other = asked(1100, first=1)
     assert explain(seen(replace(other, tools=b"x", system=b"x"), PAST, Reuse(0, 0, 1100))) == "tools_changed"

@@ -156,7 +156,9 @@ def test_finish_counts_once_and_an_empty_answer_is_not_remembered(world: Any) ->
         visit.finish(prompt, (), (), (), report, False)
     assert world.sessions.list()[0].requests == 1
     assert agent.ask(Text("Hi.")).report.cause == "first_request"
-    assert report.header() == f"resumed=0, replayed=0, new={report.prompt}, cause=first_request"
+    assert report.header() == (
+        f"resumed=0, device=0, host=0, disk=0, replayed=0, new={report.prompt}, cause=first_request"
+    )
 
 
 def test_an_answer_without_exact_tokens_still_leaves_its_prompt(keeping_world: Any) -> None:

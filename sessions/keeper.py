@@ -1,0 +1,98 @@
+"""Between sessions and what is kept of them on disk: what is written when, and under which names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from sessions.digest import digest
+from sessions.persist import Persist
+from sessions.prior import KINDS, Counts, Divergence
+from sessions.records import RecordError, asleep, changes_of, head_of, pack_value, unpack_value, values_of, wake
+from sessions.session import Branch, Limits, Session
+
+_log = logging.getLogger(__name__)
+
+_HABITS = digest("habits of harnesses")
+"""Namespace of what is known about clients, whatever the model."""
+
+
+class Keeper:
+    """Does nothing without a ``persist``. ``identity``: whose tokens these are; those of others are never read."""
+
+    def __init__(self, persist: Persist | None, identity: bytes, limits: Limits) -> None:
+        self.identity = identity
+        self._persist = persist
+        self._limits = limits
+
+    @property
+    def on(self) -> bool:
+        return self._persist is not None and self._persist.on
+
+    def sleeping(self) -> Iterator[Session]:
+        """All sessions that are kept, the least recently used first."""
+        for group, head in self._persist.heads(self.identity) if self._persist else ():
+            try:
+                yield asleep(group[len(self.identity) :].hex(), head, self._limits)
+            except RecordError as error:
+                _log.warning("a remembered session was dropped: %s", error)
+
+    def wake(self, session: Session) -> None:
+        """What cannot be read is as if it had never been."""
+        values = self._persist.read(self._group(session)) if self._persist else {}
+        try:
+            wake(session, values)
+        except RecordError as error:
+            _log.warning("what is remembered of session %s was dropped: %s", session.id, error)
+
+    def save(self, session: Session, branch: Branch | None = None) -> None:
+        """After a request of ``branch``, or after a change of the session alone."""
+        if self._persist is not None:
+            values = changes_of(session, branch) if branch is not None else {}
+            self._persist.write(
+                self._group(session), head_of(session), values, used=session.last_used, pinned=session.pinned
+            )
+
+    def save_all(self, session: Session) -> None:
+        if self._persist is not None:
+            self._persist.write(
+                self._group(session),
+                head_of(session),
+                dict(values_of(session)),
+                used=session.last_used,
+                pinned=session.pinned,
+            )
+
+    def forget(self, session: Session) -> None:
+        if self._persist is not None:
+            self._persist.drop(self._group(session))
+
+    def forget_all(self) -> int:
+        """Whatever is kept, and whose; how many sessions that were."""
+        gone = self._persist.drop_all() if self._persist else ()
+        return sum(not group.startswith(_HABITS) for group in gone)
+
+    def habits(self) -> dict[str, Counts]:
+        """How prompts of each harness diverge."""
+        found: dict[str, Counts] = {}
+        for _, head in self._persist.heads(_HABITS) if self._persist else ():
+            try:
+                (harness, counts), _ = unpack_value(head)
+                found[harness] = {kind: int(counts.get(kind, 0)) for kind in KINDS}
+            except (RecordError, TypeError, ValueError, AttributeError) as error:
+                _log.warning("the habits of a harness were dropped: %s", error)
+        return found
+
+    def save_habit(self, harness: str, counts: dict[Divergence, int], now: float) -> None:
+        if self._persist is not None:
+            self._persist.write(_HABITS + digest(harness), pack_value([harness, counts]), {}, used=now, pinned=True)
+
+    def close(self) -> None:
+        if self._persist is not None:
+            self._persist.close()
+
+    def stats(self) -> dict[str, float]:
+        return self._persist.stats() if self._persist else {}
+
+    def _group(self, session: Session) -> bytes:
+        return self.identity + bytes.fromhex(session.id)
