@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 import weakref
 from collections import deque
+from typing import Any
 
 from engine.api import (
     Abort,
+    Admin,
+    AdminAction,
+    AdminReply,
     Admitted,
     Done,
     ErrorKind,
@@ -141,6 +146,7 @@ class EngineClient:
         self._open: dict[str, _Inbox] = {}
         self._stats: asyncio.Future[Stats] | None = None
         self._pong: asyncio.Future[Pong] | None = None
+        self._admin: dict[str, asyncio.Future[AdminReply]] = {}
         self._pinged = self._step_seconds = 0.0
 
     @property
@@ -254,6 +260,19 @@ class EngineClient:
             self._writer.write(encode(Ping()))
         return await asyncio.shield(self._pong)
 
+    async def admin(self, action: AdminAction, **arguments: str) -> AdminReply:
+        """Has something done to the worker's store. Raises WorkerUnavailable. Some take as long as reading it all."""
+        if self._writer is None:
+            raise WorkerUnavailable
+        command = Admin(uuid.uuid4().hex, action, arguments)
+        answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+        self._admin[command.id] = answer
+        self._writer.write(encode(command))
+        try:
+            return await answer
+        finally:
+            self._admin.pop(command.id, None)
+
     async def close(self) -> None:
         """Leaves the worker (which aborts our requests), fails every open stream, and lets nobody wait for another."""
         self._closed = True
@@ -294,6 +313,10 @@ class EngineClient:
             case Pong() if self._pong is not None:
                 self._pong.set_result(reply)
                 self._pong, self._step_seconds = None, reply.step_seconds
+            case AdminReply():
+                waiting = self._admin.get(reply.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
             case _:
                 return False
         return True
@@ -309,8 +332,9 @@ class EngineClient:
         streams, self._open = self._open, {}
         for request_id, inbox in streams.items():
             inbox.put(Failed(request_id, "worker_lost", reason))
-        for answer in (self._stats, self._pong):
-            if answer is not None:
+        answers: list[asyncio.Future[Any] | None] = [self._stats, self._pong, *self._admin.values()]
+        for answer in answers:
+            if answer is not None and not answer.done():
                 answer.set_exception(WorkerUnavailable(reason))
                 answer.exception()  # seen, even if nobody waits any more
         self._stats = self._pong = None

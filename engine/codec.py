@@ -51,7 +51,8 @@ class Codec:
 
 
 def compile_codec(annotation: Any) -> Codec:
-    """The codec of a type: str, int, float, bool, Literal, X | None, tuples, dict[str, X] and dataclasses of these."""
+    """The codec of a type: str, int, float, bool, Literal, X | None, str | float, tuples, dict[str, X] and dataclasses
+    of these."""
     origin, args = get_origin(annotation), get_args(annotation)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _record(annotation)
@@ -59,6 +60,8 @@ def compile_codec(annotation: Any) -> Codec:
         return _scalar(lambda value: isinstance(value, str) and value in args, annotation)
     if origin in (Union, types.UnionType) and len(args) == 2 and args[1] is type(None):
         return _optional(compile_codec(args[0]))
+    if origin in (Union, types.UnionType) and args == (str, float):
+        return _text_or_number()
     if origin is tuple and args == (int, Ellipsis):
         return _ids()
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
@@ -93,6 +96,15 @@ def _float() -> Codec:
             return float(value)
         except OverflowError as error:
             raise CodecError("a number is out of range") from error
+
+    return Codec(check, check)
+
+
+def _text_or_number() -> Codec:
+    number = _float()
+
+    def check(value: Any, ids: Any) -> Any:
+        return value if type(value) is str else number.pack(value, ids)
 
     return Codec(check, check)
 

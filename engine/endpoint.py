@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from engine.api import Abort, Command, GetStats, ModelInfo, Ping, Pong, Reply, Request, Shutdown
+from engine.api import Abort, Admin, Command, GetStats, ModelInfo, Ping, Pong, Reply, Request, Shutdown
 from engine.messages import MessageError, encode, read_message
 
 NOBODY = 0
@@ -100,7 +100,7 @@ class Endpoint:
                     began = self.step_began
                     writer.write(encode(Pong(0.0 if began is None else time.monotonic() - began)))
                     continue
-                if not isinstance(message, Request | Abort | GetStats | Shutdown):
+                if not isinstance(message, Request | Abort | GetStats | Admin | Shutdown):
                     raise MessageError(f"unexpected {type(message).__name__}")
                 self.inbox.put(Incoming(connection, message))
         except (EOFError, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine.layers.loader import Loader
 from engine.layers.ops import Ops
 from engine.layers.reference import ReferenceOps
 from engine.memory.memory import Memory
+from engine.memory.store import StateStore
 from engine.models.fields import MOST_CONTEXT, read_config
 from engine.models.model import Progress
 from engine.models.registry import find_architecture
@@ -23,6 +25,9 @@ from engine.runner import Runner
 from engine.weights.errors import BadConfig
 from engine.weights.fingerprint import fingerprint
 from engine.weights.source import Source
+
+OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
+"""Given the fingerprint and the bytes of each component of a page and of a state."""
 
 MAX_CHECKPOINTS = 4096
 """Only toy models reach it."""
@@ -35,7 +40,7 @@ class Engine:
     memory: Memory
 
 
-def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore | None = None) -> Engine:
     """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served."""
     _check(config)
     directory = Path(config.model)
@@ -66,8 +71,18 @@ def load_engine(config: EngineConfig, progress: Progress) -> Engine:
         runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
     except (RuntimeError, MemoryError) as error:  # torch has no error of its own for it
         raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
+    store = None
+    if open_store is not None:
+        progress("store", 0, 1)
+        store = open_store(identity, manifest.page_components(source.dtype), manifest.state_components)
     memory = Memory(
-        runner, identity, pages=pages, live=live, checkpoints=checkpoints, recurrent=bool(manifest.recurrent)
+        runner,
+        identity,
+        pages=pages,
+        live=live,
+        checkpoints=checkpoints,
+        recurrent=bool(manifest.recurrent),
+        store=store,
     )
     info = ModelInfo(
         path=str(directory),

@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.api import (
     Abort,
+    Admin,
+    AdminReply,
     Admitted,
     Command,
     Done,
@@ -70,6 +72,7 @@ _MESSAGES: dict[str, type] = {
     "request": Request,
     "abort": Abort,
     "get_stats": GetStats,
+    "admin": Admin,
     "shutdown": Shutdown,
     "admitted": Admitted,
     "tokens": Tokens,
@@ -77,6 +80,7 @@ _MESSAGES: dict[str, type] = {
     "failed": Failed,
     "model_info": ModelInfo,
     "stats": Stats,
+    "admin_reply": AdminReply,
     "ping": Ping,
     "pong": Pong,
 }

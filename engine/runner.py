@@ -42,6 +42,12 @@ class Runner:
         for state in self.cache.states:
             state[0] = 0
         self._ops = ops
+        self._pages = [
+            _flat(pages) for layer in zip(self.cache.keys, self.cache.values, strict=True) for pages in layer
+        ]
+        self._states = [_flat(states) for states in self.cache.states]
+        self._page_size = manifest.page_components(dtype)
+        self._state_size = manifest.state_components
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Rows]) -> Tensor:
@@ -57,6 +63,21 @@ class Runner:
     def copy_state(self, source: int, target: int) -> None:
         for state in self.cache.states:
             self._ops.copy_state(state, source, target)
+
+    def page_bytes(self, page: int, tokens: int) -> list[memoryview]:
+        """The first tokens of a page in place: keys, then values, of each attention layer."""
+        sizes = zip(self._pages, self._page_size, strict=True)
+        return [every[page * size : page * size + size // PAGE * tokens] for every, size in sizes]
+
+    def state_bytes(self, slot: int) -> list[memoryview]:
+        """A recurrent state in place, tensor by tensor."""
+        sizes = zip(self._states, self._state_size, strict=True)
+        return [every[slot * size : (slot + 1) * size] for every, size in sizes]
+
+
+def _flat(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's own memory."""
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
 def make_batch(parts: Sequence[Rows]) -> Batch:

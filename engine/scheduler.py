@@ -7,11 +7,15 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from engine.admin import admin
 from engine.api import (
     PAGE,
+    Admin,
+    AdminReply,
     Admitted,
     Done,
     EngineConfig,
@@ -25,14 +29,15 @@ from engine.api import (
     TokenLogprob,
     Tokens,
 )
-from engine.loading import Engine, load_engine
+from engine.loading import Engine, OpenStore, load_engine
 from engine.memory.keys import common_tokens
 from engine.memory.memory import Lease
+from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.models.model import Progress
 from engine.runner import Rows
 from engine.sampling import Logits, check_scores
-from engine.sequence import BRANCH, TIP, Sequence
+from engine.sequence import AHEAD, BRANCH, TIP, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -43,27 +48,42 @@ Observer = Callable[[str, int, Logits], None]
 class Scheduler:
     """Single-threaded. Every request gets Admitted, then Tokens as they are sampled, then Done; or Failed."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.info: ModelInfo = engine.info
         self.memory = engine.memory
         self._runner = engine.runner
         self._grid = engine.runner.model.manifest.grid
         self._config = config
         self._observer = observer
+        self._clock = clock
         self._running: list[Sequence] = []
+        self._restoring: list[Sequence] = []
+        """Admitted, and waiting for the store."""
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[Reply] = []
         self._order = 0
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(restored_unused=0, failed_restores=0, background_tokens=0)
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Progress, observer: Observer | None = None) -> Scheduler:
-        """Raises engine.weights.errors.CheckpointError."""
-        return cls(load_engine(config, progress), config, observer)
+    def load(
+        cls,
+        config: EngineConfig,
+        progress: Progress,
+        observer: Observer | None = None,
+        open_store: OpenStore | None = None,
+    ) -> Scheduler:
+        """Raises engine.weights.errors.CheckpointError, and whatever ``open_store`` does."""
+        return cls(load_engine(config, progress, open_store), config, observer)
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self._waiting or self._outbox)
+        return not (self._running or self._restoring or self._waiting or self._outbox or self.memory.busy)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its replies come out of ``step``. An impossible one yields Failed there."""
@@ -78,33 +98,51 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """End a request now; what it computed is kept. Unknown ids are ignored: it may just have ended."""
-        for sequence in (*self._running, *self._waiting):
+        for sequence in (*self._running, *self._restoring, *self._waiting):
             if sequence.request.id == request_id:
                 self._finish(sequence, "abort")
                 return
 
     def step(self) -> list[Reply]:
-        """Admissions, or else one forward and sampling. [] when there was nothing to do."""
+        """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
+        while idle, too: what has settled goes to the store."""
+        self.memory.tick(self._clock())
+        self._take_restored()
         self._admit()
-        if not self._outbox:
-            self._forward()
+        if not (self._outbox or self._forward()):
+            self._wait_for_reads()
         replies, self._outbox = self._outbox, []
         return replies
 
+    def close(self, timeout: float) -> None:
+        """End everything; with a store, what is worth keeping is written, within ``timeout`` seconds or so."""
+        for sequence in (*self._running, *self._restoring):
+            self._release(sequence)
+        store = self.memory.behind.store
+        if store is not None:
+            self.memory.behind.finish(timeout)
+            store.close()
+
     def stats(self) -> Stats:
         """Gauges of now and counters since the start; sizes in bytes."""
-        manifest, gauges = self._runner.model.manifest, self.memory.gauges()
+        manifest, gauges, store = self._runner.model.manifest, self.memory.gauges(), self.memory.behind.store
         return Stats(
             {
                 "running": float(len(self._running)),
+                "restoring": float(len(self._restoring)),
                 "waiting": float(len(self._waiting)),
                 **gauges,
                 "page_bytes": float(manifest.page_bytes(self._runner.dtype)),
                 "checkpoint_slot_bytes": float(manifest.slot_bytes),
                 "peak_resident_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 **{name: float(count) for name, count in self._counts.items()},
+                **{f"store_{name}": value for name, value in ({} if store is None else store.stats()).items()},
             }
         )
+
+    def admin(self, command: Admin) -> Callable[[], AdminReply]:
+        """What is returned may take long and may be called in another thread."""
+        return admin(self.memory, command)
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -122,77 +160,135 @@ class Scheduler:
         if count >= limit:
             message = f"the prompt has {count} tokens, the context is {limit} with at least one to generate"
             return Failed(request.id, "context_length", message, limit)
-        if len(self._waiting) >= self._config.queue:
-            message = f"{len(self._waiting)} requests are waiting already"
+        waiting = sum(one.request.background == request.background for one in self._waiting)
+        if waiting >= self._config.queue:
+            message = f"{waiting} requests are waiting already"
             return Failed(request.id, "overloaded", message, self._config.queue)
         return None
 
     def _admit(self) -> None:
         """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
-        any other that does not fit yet is waited for."""
+        any other that does not fit yet is waited for. Background requests run while there is no other."""
+        foreground = any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting))
+        if foreground:
+            for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
+                self._preempt(sequence)
         for sequence in list(self._waiting):
-            if len(self._running) >= self._config.max_sequences:
+            if len(self._running) + len(self._restoring) >= self._config.max_sequences:
                 return
-            if sequence.waiting:
-                continue
             request, fits = sequence.request, False
+            if sequence.waiting or (request.background and foreground):
+                continue
+            modest = request.side or request.background
             if not self._running or sequence.refused != self.memory.pool.released:
-                plan = self.memory.plan(sequence.encoded, request.namespace)
-                if self._shared_by_another(sequence, plan.position):
+                plan = self.memory.plan(sequence.encoded, request.namespace, sequence.reach)
+                if self._shared_by_another(sequence, plan):
                     continue
-                fits = self.memory.fits(plan, sequence.pages_needed(), side=request.side)
+                fits = self.memory.fits(plan, sequence.pages_needed(), modest=modest)
             if not fits:
                 sequence.refused = self.memory.pool.released
-                if self._running and request.side:
+                busy = self._running or self._restoring or self.memory.draining
+                if busy and modest:
                     continue
-                if self._running:
+                if busy:
                     return
-                if not self.memory.fits(plan, sequence.pages_needed(), side=False):
+                if request.background or not self.memory.fits(plan, sequence.pages_needed(), modest=False):
                     self._waiting.remove(sequence)
                     self._fail(sequence, "attention pages ran out; raise kv_bytes")
                     continue
             self._waiting.remove(sequence)
-            sequence.lease = self.memory.open(plan, request.session, side=request.side, last_resort=not fits)
-            sequence.fed = plan.position
-            sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
-            self.memory.unpin(sequence.lease, sequence.tokens)
-            for anchor in request.anchors:
-                wanted = Want(anchor.kind, anchor.priority, anchor.pinned)
-                position = anchor.position // self._grid * self._grid
-                self.memory.renew(sequence.lease, sequence.tokens, position, wanted)
-            self._running.append(sequence)
-            self._running.sort(key=lambda one: one.order)
-            if sequence.reuse is None:
-                sequence.reuse = plan.reuse
-                sequence.started = time.monotonic()
-                self._outbox.append(Admitted(request.id, plan.reuse))
-                self._counts["prompt_tokens"] += sequence.prompt
-                self._counts["resumed_tokens"] += plan.reuse.resumed
-                self._counts["replayed_tokens"] += plan.reuse.replayed
-                self._counts["new_tokens"] += plan.reuse.new
+            sequence.lease = self.memory.open(
+                plan, request.session, side=request.side, background=request.background, last_resort=not fits
+            )
+            sequence.started = sequence.started or time.monotonic()
+            if sequence.lease.restore is None:
+                self._start(sequence, plan)
             else:
-                self._counts["recomputed_tokens"] += len(sequence.tokens) - 1 - plan.position
+                self._waste(sequence)
+                sequence.plan = plan
+                self._restoring.append(sequence)
 
-    def _shared_by_another(self, sequence: Sequence, resumed: int) -> bool:
-        """Whether a running prefill is about to compute a page or more that this one could then reuse; if so it is
-        asked to leave a checkpoint there."""
-        for other in self._running:
-            if other.request.namespace != sequence.request.namespace or other.remaining <= 1:
+    def _shared_by_another(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether another is reading what this one would read too, or its prefill is about to compute a page or more
+        that this one could then reuse; if so it is asked to leave a checkpoint there."""
+        for other in (*self._restoring, *self._running):
+            if other.request.namespace != sequence.request.namespace:
                 continue
             shared = min(common_tokens(sequence.encoded, other.encoded), len(sequence.tokens) - 1)
             position = shared // PAGE * PAGE
-            if position >= resumed + PAGE and position > other.fed:
+            if other.plan is not None:
+                if plan.stored and min(position, other.plan.position) > PAGE * len(plan.pages):
+                    return True
+            elif other.remaining > 1 and position >= plan.position + PAGE and position > other.fed:
                 other.want(position, BRANCH)
                 sequence.waits = other, position
                 return True
         return False
 
+    def _start(self, sequence: Sequence, plan: Plan) -> None:
+        """Everything up to the plan's position is there."""
+        request, lease = sequence.request, _leased(sequence)
+        sequence.fed, sequence.reach = plan.position, None
+        sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
+        released = self.memory.unpin(lease, sequence.tokens)
+        for anchor in request.anchors:
+            position, want = (
+                anchor.position // self._grid * self._grid,
+                Want(anchor.kind, anchor.priority, anchor.pinned),
+            )
+            self.memory.renew(lease, sequence.tokens, position, want)
+        self.memory.demote(released)
+        self._running.append(sequence)
+        self._running.sort(key=lambda one: one.order)
+        if sequence.reuse is not None:
+            self._counts["recomputed_tokens"] += len(sequence.tokens) - 1 - plan.position
+            return
+        reuse = sequence.reuse = replace(plan.reuse, cause="corrupt") if sequence.corrupt else plan.reuse
+        self._outbox.append(Admitted(request.id, reuse))
+        if not request.background:
+            self._counts["prompt_tokens"] += sequence.prompt
+            self._counts["resumed_tokens"] += reuse.resumed
+            self._counts["replayed_tokens"] += reuse.replayed
+            self._counts["new_tokens"] += reuse.new
+
+    # ── restores ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_restored(self) -> None:
+        """Start the sequences whose reads have ended; where something was wrong, plan again without it."""
+        for sequence in list(self._restoring):
+            lease, plan = _leased(sequence), sequence.plan
+            if plan is None or lease.restore is None or not lease.restore.poll():
+                continue
+            self._restoring.remove(sequence)
+            size, sequence.plan = lease.restore.size, None
+            sequence.reach = self.memory.restored(lease, sequence.tokens)
+            if sequence.reach is None:
+                sequence.unused = size
+                self._start(sequence, plan)
+            else:
+                self._counts["failed_restores"] += 1
+                sequence.corrupt, sequence.lease = True, None
+                self._waiting.appendleft(sequence)
+
+    def _waste(self, sequence: Sequence) -> None:
+        """What was read for it is of no use to it."""
+        self._counts["restored_unused"] += sequence.unused
+        sequence.unused = 0
+
+    def _wait_for_reads(self) -> None:
+        """Nothing can be computed before more was read."""
+        for lease in (*(_leased(one) for one in self._restoring), *self.memory.draining):
+            if lease.restore is not None:
+                lease.restore.wait()
+                return
+
     # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _forward(self) -> None:
+    def _forward(self) -> bool:
+        """False if no sequence could be fed."""
         shares = self._share_rows()
         if not shares:
-            return
+            return False
         parts: list[Rows] = []
         snapshots: list[list[tuple[int, int, Want]]] = []
         for sequence, count in shares:
@@ -213,13 +309,17 @@ class Scheduler:
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
             self._counts["decoded_tokens" if sequence.decoding else "prefilled_tokens"] += count
+            if sequence.request.background:
+                self._counts["background_tokens"] += count
             sequence.fed += count
+            sequence.unused = 0
             self.memory.advance(_leased(sequence), sequence.tokens, sequence.fed)
             for position, slot, want in taken:
                 if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
                     sequence.kept.add(position)
             if sequence.remaining == 0:
                 self._sample(sequence, next(rows))
+        return True
 
     def _share_rows(self) -> list[tuple[Sequence, int]]:
         """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk. Where pages
@@ -239,11 +339,14 @@ class Scheduler:
         return shares
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Pages for ``tokens`` tokens; False if the sequence itself had to stop."""
+        """Pages for ``tokens`` tokens; False if the sequence itself had to stop, or has to wait for those that are
+        reading and cannot give way yet."""
         while not self.memory.grow(_leased(sequence), tokens):
-            victim = sequence if sequence.request.side else self._running[-1]
+            modest = sequence.request.side or sequence.request.background
             if len(self._running) > 1:
-                self._preempt(victim)
+                self._preempt(sequence if modest else self._running[-1])
+            elif self._restoring or self.memory.draining:
+                return False
             elif sequence.request.side and not _leased(sequence).last_resort:
                 _leased(sequence).last_resort = True
             elif len(sequence.tokens) > sequence.prompt:
@@ -342,6 +445,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, message: str, kind: ErrorKind = "overloaded") -> None:
         self._release(sequence, None if kind == "internal" else TIP)
+        self._waste(sequence)
         self._counts["failed"] += 1
         self._outbox.append(Failed(sequence.request.id, kind, message))
 
@@ -349,17 +453,24 @@ class Scheduler:
         """Back to the queue's head; its pages and state stay cached as far as memory allows."""
         self._release(sequence)
         self._waiting.appendleft(sequence)
-        self._counts["preempted"] += 1
+        self._counts["background_preempted" if sequence.request.background else "preempted"] += 1
 
     def _release(self, sequence: Sequence, tip: Want | None = TIP) -> None:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence.lease is None:
             return
+        if sequence in self._restoring:
+            self._restoring.remove(sequence)
+            self.memory.abandon(sequence.lease)
+            sequence.lease = sequence.plan = None
+            return
         for slot in sequence.begun.values():
             self.memory.give_back(slot)
         sequence.begun.clear()
         sequence.wanted.clear()
+        if tip is not None and sequence.request.background:
+            tip = AHEAD
         if self.memory.close(sequence.lease, sequence.tokens, sequence.fed, tip):
             sequence.kept.add(sequence.fed)
         sequence.lease = None

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from engine.api import PAGE, FinishReason, Request, Reuse
 from engine.memory.keys import encode
 from engine.memory.memory import Lease
+from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.sampling import Sampler
 
 TIP = Want("tip", 60.0, tip=True)
 """Where a turn ended: the next turn most likely goes on here."""
+AHEAD = Want("ahead", 60.0)
+"""What a background request computed: a coming prompt may go on here."""
 BRANCH = Want("branch", 40.0)
 """Where a prompt left what was computed before: others may leave it there too."""
 
@@ -22,7 +25,8 @@ class Sequence:
     """``tokens``: prompt and sampled; the first ``fed`` of them are in the state. ``wanted``: checkpoints to take in
     prefill, by position. ``begun``: watches that may be going on, as (state before its first token, slot). ``waits``:
     for another to compute up to a position, where it was asked to leave a checkpoint. ``refused``: when it last did
-    not fit, as the pool's ``released``."""
+    not fit, as the pool's ``released``. ``plan``: what it waits for while it is restored. ``reach``: how far the next
+    plan may go, after a restore that failed (``corrupt``: one did)."""
 
     request: Request
     order: int
@@ -33,6 +37,11 @@ class Sequence:
     fed: int = 0
     lease: Lease | None = None
     reuse: Reuse | None = None
+    plan: Plan | None = None
+    reach: int | None = None
+    corrupt: bool = False
+    unused: int = 0
+    """Bytes that were read for it and not yet built on."""
     wanted: dict[int, Want] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
     waits: tuple[Sequence, int] | None = None

@@ -7,6 +7,7 @@ reports on stdout (``messages.Status``); everything a human may want to read goe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import os
@@ -17,11 +18,28 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from engine.api import Abort, Done, EngineConfig, Failed, GetStats, ModelInfo, Reply, Request, Shutdown, Stats
+from engine.api import (
+    Abort,
+    Admin,
+    AdminReply,
+    Done,
+    EngineConfig,
+    Failed,
+    GetStats,
+    ModelInfo,
+    Reply,
+    Request,
+    Shutdown,
+    Stats,
+    StoreSettings,
+)
 from engine.endpoint import NOBODY, Endpoint, Gone, Incoming
 from engine.messages import LoadFailed, Loading, MessageError, Ready, Status, config_from_json, status_line
+
+if TYPE_CHECKING:
+    from engine.memory.store import StateStore
 
 EXIT_UNSERVABLE = 3
 """The model cannot be served; a restart would not help. Told by ``LoadFailed`` on stdout."""
@@ -30,7 +48,14 @@ EXIT_ENGINE = 4
 EXIT_ORPHAN = 5
 """Whoever started this worker is gone, and the engine did not come to a stop by itself."""
 
-_ORPHAN_SECONDS = 5.0
+IDLE_SECONDS = 1.0
+"""How often an idle engine looks after its store."""
+FLUSH_SECONDS = 10.0
+"""What the store has to write when the worker ends, it has to write within about as long."""
+BUSY_SECONDS = 10.0
+"""How long to wait for a store that another process, most likely one that is ending, still owns."""
+
+_ORPHAN_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
@@ -48,6 +73,10 @@ class Scheduler(Protocol):
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Reply]: ...
     def stats(self) -> Stats: ...
+    def admin(self, command: Admin) -> Callable[[], AdminReply]:
+        """What is returned may take long; it is called in another thread."""
+
+    def close(self, timeout: float) -> None: ...
 
 
 class Unservable(Exception):
@@ -64,10 +93,58 @@ def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
     from engine.scheduler import Scheduler as TheScheduler
     from engine.weights.errors import CheckpointError
 
+    settings = config.store
+
+    def open_store(fingerprint: str, page: tuple[int, ...], state: tuple[int, ...]) -> StateStore | None:
+        return None if settings is None else open_worker_store(settings, fingerprint, page, state)
+
     try:
-        return TheScheduler.load(config, progress)
+        return TheScheduler.load(config, progress, open_store=open_store)
     except CheckpointError as error:
         raise Unservable(str(error)) from error
+
+
+def open_worker_store(
+    settings: StoreSettings,
+    fingerprint: str,
+    page: tuple[int, ...],
+    state: tuple[int, ...],
+    patience: float = BUSY_SECONDS,
+) -> StateStore | None:
+    """The store, or None when it cannot be used and serving goes on without. Raises Unservable for what only its owner
+    can solve: another process has it, or the key is wrong."""
+    from sessions.store.config import StoreBusy, StoreConfig, StoreError, StoreKeyError
+    from sessions.store.store import open_store
+
+    try:
+        key = Path(settings.key_file).read_bytes() if settings.key_file else None
+    except OSError as error:
+        raise Unservable(f"--store-key-file cannot be read: {error}") from error
+    config = StoreConfig(
+        directory=Path(settings.directory) / "state",
+        fingerprint=fingerprint,
+        page_components=page,
+        state_components=state,
+        quota_bytes=settings.quota_bytes,
+        host_bytes=settings.host_bytes,
+        daily_write_bytes=settings.daily_write_bytes,
+        retention_days=settings.retention_days,
+        key=key,
+    )
+    until = time.monotonic() + patience
+    while True:
+        try:
+            # Refs are opaque here and given back as they were, so that the narrower types of the store's own are safe.
+            return cast("StateStore", open_store(config))
+        except StoreBusy as error:
+            if time.monotonic() > until:
+                raise Unservable(f"{error} (--store DIR), or serve without one (--no-store)") from error
+            time.sleep(0.2)
+        except StoreKeyError as error:
+            raise Unservable(f"{error}; see --store-key-file, --store DIR and --no-store") from error
+        except (StoreError, OSError) as error:
+            _log.warning("serving without a store: %s", error)
+            return None
 
 
 class Worker:
@@ -102,10 +179,12 @@ class Worker:
             return EXIT_ENGINE
 
     def _take(self, wait: bool) -> None:
-        """Carries out the commands that have arrived, after waiting for the first of them if there is nothing to do."""
+        """Carries out the commands that have arrived, after waiting a while for the first of them if there is nothing
+        to do."""
         inbox = self._endpoint.inbox
         if wait:
-            self._handle(inbox.get())
+            with contextlib.suppress(Empty):
+                self._handle(inbox.get(timeout=IDLE_SECONDS))
         while not self._stopping:
             try:
                 self._handle(inbox.get_nowait())
@@ -130,13 +209,25 @@ class Worker:
                     self._scheduler.abort(request_id)
             case Incoming(connection, GetStats()):
                 self._endpoint.send(connection, [self._scheduler.stats()])
+            case Incoming(connection, Admin() as command):
+                work = self._scheduler.admin(command)
+                threading.Thread(target=self._answer, args=(connection, command.id, work), daemon=True).start()
             case Incoming(_, Shutdown()):
                 self._stopping = True
+
+    def _answer(self, connection: int, command: str, work: Callable[[], AdminReply]) -> None:
+        try:
+            reply = work()
+        except Exception as error:  # noqa: BLE001 - whoever asked is to learn of it, whatever it was
+            _log.exception("a command failed")
+            reply = AdminReply(command, False, {}, f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the endpoint may have closed in the meantime
+            self._endpoint.send(connection, [reply])
 
     def _send(self, replies: Sequence[Reply]) -> None:
         batches: dict[int, list[Reply]] = {}
         for reply in replies:
-            if isinstance(reply, ModelInfo | Stats) or reply.id not in self._owners:
+            if isinstance(reply, ModelInfo | Stats | AdminReply) or reply.id not in self._owners:
                 continue
             batches.setdefault(self._owners[reply.id], []).append(reply)
             if isinstance(reply, Done | Failed):
@@ -175,9 +266,12 @@ def main(argv: Sequence[str] | None = None, make_scheduler: MakeScheduler = load
     endpoint.start()
     report(Ready())
     try:
-        return worker.run()
+        code = worker.run()
     finally:
         endpoint.close()
+    if code != EXIT_ENGINE:
+        scheduler.close(FLUSH_SECONDS)
+    return code
 
 
 class _Lifeline:

@@ -25,7 +25,8 @@ from engine.memory.states import Checkpoint
 class Node:
     """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
     ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``: those on the pages after this
-    one, by their tokens there. ``children``: sorted by their tokens. ``side``: left by a side request."""
+    one, by their tokens there. ``children``: sorted by their tokens. ``start``: tokens before it. ``side``: left by a
+    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store had it when asked."""
 
     parent: Node | None
     tokens: bytes
@@ -33,20 +34,31 @@ class Node:
     key: bytes | None
     used: int
     side: bool
+    start: int = -PAGE
+    background: bool = False
+    saved: bool = False
     children: list[Node] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     tails: dict[bytes, Checkpoint] = field(default_factory=dict)
 
 
 class PageIndex:
-    """``evicted`` counts pages given up for others, ``on_drop`` hears of checkpoints that go with their page."""
+    """``evicted`` counts pages given up for others; ``on_evict`` hears of a page before it goes, ``on_drop`` of
+    checkpoints that go with their page."""
 
-    def __init__(self, pool: PagePool, recurrent: bool, on_drop: Callable[[Checkpoint], None]) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        recurrent: bool,
+        on_evict: Callable[[Node], None],
+        on_drop: Callable[[Checkpoint], None],
+    ) -> None:
         self.evicted = 0
         self.clock = 0
         self.pages = 0
         self._pool = pool
         self._recurrent = recurrent
+        self._on_evict = on_evict
         self._on_drop = on_drop
         self._by_key: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
@@ -80,7 +92,7 @@ class PageIndex:
         if node is None and shorter is not None and tokens.startswith(shorter.tokens):
             node = self._extend(shorter, tokens, page, key)
         if node is None:
-            node = Node(parent, tokens, page, key, self.clock, side)
+            node = Node(parent, tokens, page, key, self.clock, side, parent.start + PAGE)
             self._pool.keep(page)
             self.pages += 1
             parent.children.insert(at, node)
@@ -152,9 +164,20 @@ class PageIndex:
             self._leaves.push(leaf)
         if victim is None:
             return False
+        self._on_evict(victim)
         self.remove(victim)
         self.evicted += 1
         return True
+
+    def clear(self, *, useless: bool = False) -> None:
+        """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs."""
+
+        def going(node: Node) -> bool:
+            return not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
+
+        while gone := [node for node in self.nodes() if going(node)]:
+            for node in gone:
+                self.remove(node)
 
     def remove(self, node: Node) -> None:
         """Drop a leaf, and the checkpoints on it that no other page holds."""
@@ -186,7 +209,7 @@ class PageIndex:
 
     def _value(self, leaf: Node) -> tuple[bool, bool, bool, int]:
         """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from."""
-        pinned = any(one.want.pinned or one.want.tip for one in leaf.checkpoints.values())
+        pinned = any(one.must_keep for one in leaf.checkpoints.values())
         useless = self._recurrent and not leaf.checkpoints
         return not leaf.side, not useless, pinned, leaf.used
 
@@ -196,7 +219,7 @@ class PageIndex:
             self._pool.keep(page)
             self._pool.drop(node.page)
             node.page = page
-        node.tokens, node.key = tokens, key
+        node.tokens, node.key, node.saved = tokens, key, False
         if key is not None:
             self._by_key[key] = node
         return node

@@ -1,28 +1,34 @@
-"""All cached state behind one face: plans, leases of running sequences, checkpoints, eviction.
+"""All cached state behind one face: plans, leases of running sequences, checkpoints, eviction, restores.
 
 Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.api import PAGE
 from engine.memory import resume
+from engine.memory.behind import Source, WriteBehind, place
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
-from engine.memory.keys import encode, root_key
+from engine.memory.keys import PAGE_BYTES, encode, page_key, root_key
 from engine.memory.pages import PagePool
+from engine.memory.restore import Restore
 from engine.memory.resume import Plan
 from engine.memory.states import ZERO_SLOT, Checkpoint, Checkpoints, Want
+from engine.memory.store import StateRef, StateStore
 
 HISTORY = 1 << 16
 """Pages and checkpoints remembered beyond their eviction; 64 Ki pages are 4 Mi tokens and about 40 MB."""
 
 
-class Mover(Protocol):
+_COUNTERS = ("pages_evicted_for_side", "background_hit_tokens", "background_wasted_tokens", "restored_bytes")
+
+
+class Mover(Source, Protocol):
     def copy_page(self, source: int, target: int) -> None: ...
     def copy_state(self, source: int, target: int) -> None: ...
 
@@ -31,12 +37,14 @@ class Mover(Protocol):
 class Lease:
     """What a running sequence has: ``table`` of physical pages, ``nodes`` of the leading full ones that are cached
     (``sealed`` False: no more can be), and the live state ``slot``. ``last_resort``: a side request that cannot run at
-    all unless it evicts what others left."""
+    all unless it evicts what others left. ``restore``: what is still being read into it."""
 
     root: bytes
     session: str
     side: bool
+    background: bool
     slot: int
+    restore: Restore | None = None
     table: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = True
@@ -48,64 +56,131 @@ class Memory:
     that is not a side request's, so that side requests need not evict."""
 
     def __init__(
-        self, mover: Mover, fingerprint: str, *, pages: int, live: int, checkpoints: int, recurrent: bool
+        self,
+        mover: Mover,
+        fingerprint: str,
+        *,
+        pages: int,
+        live: int,
+        checkpoints: int,
+        recurrent: bool,
+        store: StateStore | None = None,
     ) -> None:
         self.recurrent = recurrent
         self.reserve = pages // 8
         self.pool = PagePool(pages)
-        self.index = PageIndex(self.pool, recurrent, lambda one: self.checkpoints.remove(one))
-        self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, self.index.detach)
+        self.index = PageIndex(self.pool, recurrent, self._evicting, self._drop)
+        self.checkpoints = Checkpoints(live, checkpoints if recurrent else 0, self._detach)
+        self.behind = WriteBehind(mover, store)
         self.history = History(HISTORY)
         self.free_live = list(range(live, ZERO_SLOT, -1))
-        self._evicted_for_side = 0
+        self.draining: list[Lease] = []
+        """Leases given up while something was still being read into them."""
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._mover = mover
         self._fingerprint = fingerprint
 
-    def plan(self, tokens: bytes, namespace: str) -> Plan:
-        """Where a sequence of these encoded tokens can start; at least the last one is left to feed."""
-        root = root_key(self._fingerprint, namespace)
-        return resume.plan(self.index, self.history, root, tokens, recurrent=self.recurrent)
+    @property
+    def busy(self) -> bool:
+        """Whether ``tick`` has something to do."""
+        return bool(self.draining) or self.behind.busy
 
-    def fits(self, plan: Plan, tokens: int, *, side: bool) -> bool:
-        """Whether a sequence of ``tokens`` can be held now, besides those that run."""
+    def tick(self, now: float) -> None:
+        """Between steps: a share of the write-behind, and the end of reads that nobody waits for."""
+        self.behind.tick(now)
+        for lease in [one for one in self.draining if one.restore is None or one.restore.poll()]:
+            self.draining.remove(lease)
+            self._let_go(lease)
+
+    def plan(self, tokens: bytes, namespace: str, limit: int | None = None) -> Plan:
+        """Where a sequence of these encoded tokens can start, at ``limit`` at most; at least the last one is left to
+        feed."""
+        root, store = root_key(self._fingerprint, namespace), self.behind.store
+        return resume.plan(self.index, store, self.history, root, tokens, recurrent=self.recurrent, limit=limit)
+
+    def fits(self, plan: Plan, tokens: int, *, modest: bool) -> bool:
+        """Whether a sequence of ``tokens`` can be held now, besides those that run. ``modest``: a side or background
+        request, which evicts nothing but what side requests left."""
         if not self.free_live:
             return False
         needed = -(-tokens // PAGE) - len(plan.pages)
-        nodes = [*plan.pages, plan.partial] if plan.partial else plan.pages
-        if side:
+        nodes = [*plan.pages, plan.partial] if isinstance(plan.partial, Node) else plan.pages
+        if modest:
             borrowed = sum(1 for node in nodes if node.side and not self.pool.held(node.page))
             return self.pool.free >= needed or self.pool.free + self.index.side_pages() - borrowed >= needed
         return self.pool.total - self.pool.held_pages - sum(not self.pool.held(node.page) for node in nodes) >= needed
 
-    def open(self, plan: Plan, session: str, *, side: bool, last_resort: bool = False) -> Lease:
-        """Take what a plan needs, restored and ready to go on at ``plan.position``; ``fits`` said yes, with ``side``
-        False for a last resort."""
+    def open(
+        self, plan: Plan, session: str, *, side: bool, background: bool = False, last_resort: bool = False
+    ) -> Lease:
+        """Take what a plan needs; ``fits`` said yes, with ``modest`` False for a last resort. Ready to go on at
+        ``plan.position`` if nothing has to be read; else when ``restore`` says so and ``restored`` was called."""
         self.index.clock += 1
-        if not side:
+        if not (side or background):
             self.checkpoints.touch(session)
-        lease = Lease(plan.root, session, side, self.free_live.pop(), last_resort=last_resort)
+        lease = Lease(plan.root, session, side, background, self.free_live.pop(), last_resort=last_resort)
         for node in plan.pages:
             self.pool.hold(node.page)
-            self.index.touch(node, side)
+            self._use(node, lease)
             lease.table.append(node.page)
             lease.nodes.append(node)
-        if self.recurrent:
-            self._mover.copy_state(plan.checkpoint.slot if plan.checkpoint else ZERO_SLOT, lease.slot)
-        if plan.checkpoint is not None:
+        if isinstance(plan.checkpoint, Checkpoint):
             self.checkpoints.use(plan.checkpoint, self.index.clock)
-        if plan.partial is not None:
-            self.index.touch(plan.partial, side)
-            self.pool.hold(plan.partial.page)
-            if not self.grow(lease, plan.position):
-                raise RuntimeError("a lease was opened that does not fit")
-            self._mover.copy_page(plan.partial.page, lease.table[-1])
-            self.pool.release(plan.partial.page)
+            self._mover.copy_state(plan.checkpoint.slot, lease.slot)
+        elif self.recurrent and plan.checkpoint is None:
+            self._mover.copy_state(ZERO_SLOT, lease.slot)
+        copied = plan.partial if isinstance(plan.partial, Node) else None
+        if copied is not None:
+            self.pool.hold(copied.page)
+            self._use(copied, lease)
+        if self.behind.store is not None and plan.reads:
+            lease.restore = Restore(self.behind.store, plan)
+        if not self.grow(lease, plan.position):
+            raise RuntimeError("a lease was opened that does not fit")
+        if copied is not None:
+            self._mover.copy_page(copied.page, lease.table[-1])
+            self.pool.release(copied.page)
+        if lease.restore is not None:
+            lease.restore.begin(self._mover, lease.slot, lease.table)
         return lease
+
+    def restored(self, lease: Lease, tokens: Sequence[int]) -> int | None:
+        """Take in what was read, as if it had been computed. None if all of it was right; else the lease is over, and
+        the next plan may reach as far as what is returned."""
+        restore = lease.restore
+        if restore is None:
+            return None
+        self.advance(lease, tokens, restore.limit)
+        lease.restore = None
+        if not restore.complete:
+            self._remember_chain(lease.root, encode(tokens[: restore.position]))
+            self._let_go(lease)
+            return restore.limit
+        self._counts["restored_bytes"] += restore.size
+        if restore.state is not None:
+            self._copy_restored(lease, tokens, restore.position, restore.state)
+        return None
+
+    def _copy_restored(self, lease: Lease, tokens: Sequence[int], position: int, state: StateRef) -> None:
+        """Others may go on from a checkpoint that was read, too."""
+        mine = state.session == lease.session
+        tip = mine and state.kind == "tip"
+        want = Want(state.kind, state.priority, pinned=mine and state.pinned and not tip, tip=tip)
+        if lease.background or lease.side:
+            want = Want(state.kind, state.priority)
+        slot = self.reserve_slot(lease, want)
+        if slot is not None:
+            self._mover.copy_state(lease.slot, slot)
+            self.capture(lease, tokens, position, slot, want, state)
+
+    def abandon(self, lease: Lease) -> None:
+        """End a lease into which something is being read."""
+        self.draining.append(lease)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Have pages for ``tokens`` tokens, evicting what is cached as far as this request may."""
         while len(lease.table) * PAGE < tokens:
-            if lease.side:
+            if lease.side or lease.background:
                 if self.pool.free == 0 and not (self.index.evict(side=True) or self._evict_for_side(lease)):
                     return False
             else:
@@ -119,7 +194,7 @@ class Memory:
     def _evict_for_side(self, lease: Lease) -> bool:
         """What is pinned, or where a turn ended, goes last, and the oldest first."""
         evicted = lease.last_resort and self.index.evict(side=False)
-        self._evicted_for_side += evicted
+        self._counts["pages_evicted_for_side"] += evicted
         return evicted
 
     def advance(self, lease: Lease, tokens: Sequence[int], fed: int) -> None:
@@ -134,6 +209,10 @@ class Memory:
                 lease.sealed = False
                 return
             self._remember_page(parent, page)
+            if lease.background and lease.restore is None and node.page == lease.table[at]:
+                node.background = True
+            if not lease.side:
+                self.behind.page(node)
             if node.page != lease.table[at]:
                 self.pool.hold(node.page)
                 self.pool.release(lease.table[at])
@@ -142,22 +221,29 @@ class Memory:
 
     def reserve_slot(self, lease: Lease, want: Want) -> int | None:
         """A slot to copy the recurrent state into; to be passed to ``capture`` or ``give_back``."""
-        return self.checkpoints.take(want, self.index.clock, side=lease.side) if self.recurrent else None
+        if not self.recurrent:
+            return None
+        return self.checkpoints.take(want, self.index.clock, side=lease.side, background=lease.background)
 
     def give_back(self, slot: int) -> None:
         self.checkpoints.give_back(slot)
 
-    def capture(self, lease: Lease, tokens: Sequence[int], position: int, slot: int, want: Want) -> bool:
-        """Make the state after ``position`` tokens, copied to ``slot``, a checkpoint."""
+    def capture(
+        self, lease: Lease, tokens: Sequence[int], position: int, slot: int, want: Want, stored: StateRef | None = None
+    ) -> bool:
+        """Make the state after ``position`` tokens, copied to ``slot``, a checkpoint. ``stored``: the store has it."""
         node = self._node_at(lease, tokens, position)
         if node is None:
             self.give_back(slot)
             return False
         checkpoint = self._checkpoint_at(lease, tokens, position)
         if checkpoint is None:
-            checkpoint = Checkpoint(position, slot, want, lease.session, lease.side, self.index.clock, node)
+            session = lease.session if stored is None else stored.session
+            checkpoint = Checkpoint(position, slot, want, session, lease.side, self.index.clock, node)
             self.index.attach(checkpoint)
             self.checkpoints.add(checkpoint)
+            if stored is None:
+                self.behind.add(checkpoint)
         else:
             self.give_back(slot)
             self._renew(checkpoint, lease, want)
@@ -169,16 +255,21 @@ class Memory:
             old = self.checkpoints.tip(checkpoint, behind)
             if old is not None:
                 self.index.fell(old.node)
+                self.behind.demote(old)
         return True
 
-    def unpin(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Release this session's pins on the way of a prompt; its request then says which still hold."""
-        for at in range(0 if lease.side else len(lease.nodes) + 1):
+    def unpin(self, lease: Lease, tokens: Sequence[int]) -> list[Checkpoint]:
+        """Release this session's pins on the way of a prompt; its request then says which still hold, and the rest is
+        to be ``demote``d."""
+        released: list[Checkpoint] = []
+        for at in range(0 if lease.side or lease.background else len(lease.nodes) + 1):
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
             for one in self.index.checkpoints(self._parent(lease, at), page):
                 if one.want.pinned and one.session == lease.session:
                     self.checkpoints.release(one, replace(one.want, pinned=False))
                     self.index.fell(one.node)
+                    released.append(one)
+        return released
 
     def renew(self, lease: Lease, tokens: Sequence[int], position: int, want: Want) -> None:
         """A checkpoint on the way of this sequence is wanted once more, if there is one."""
@@ -186,22 +277,40 @@ class Memory:
         if checkpoint is not None:
             self._renew(checkpoint, lease, want)
 
+    def demote(self, released: Iterable[Checkpoint]) -> None:
+        """Tell the store of those that are not pinned again."""
+        for one in released:
+            if not one.must_keep:
+                self.behind.demote(one)
+
     def close(self, lease: Lease, tokens: Sequence[int], fed: int, tip: Want | None) -> bool:
         """End a lease and keep what it computed, the state after ``fed`` tokens included; True if that is kept.
         ``tip`` None: that state is of no use."""
         kept = False
-        if tip is None:
-            pass
-        elif fed > 0 and self.recurrent:
+        node = self._node_at(lease, tokens, fed) if fed > 0 and tip is not None else None
+        if node is not None and not self.recurrent:
+            kept = True
+        elif node is not None and tip is not None:
             slot = self.reserve_slot(lease, tip)
             if slot is not None:
                 self._mover.copy_state(lease.slot, slot)
                 kept = self.capture(lease, tokens, fed, slot, tip)
-        elif fed > 0:
-            kept = self._node_at(lease, tokens, fed) is not None
+            elif not lease.side:
+                self.behind.page(node)
+                parent, tail = place(node, fed)
+                kept = self.behind.live(parent, tail, lease.slot, fed, tip, lease.session)
         at = len(lease.nodes)
         if lease.sealed and fed > PAGE * at:
             self._remember_page(self._parent(lease, at), encode(tokens[PAGE * at : fed]))
+        if not lease.side and tip is not None:
+            for one in lease.nodes if node is None else (*lease.nodes, node):
+                if not one.saved:
+                    self.behind.page(one)
+                self.behind.must_keep(one)
+        self._let_go(lease)
+        return kept
+
+    def _let_go(self, lease: Lease) -> None:
         for page in lease.table:
             self.pool.release(page)
         lease.table.clear()
@@ -210,16 +319,30 @@ class Memory:
         if lease.side:
             while self.pool.free < self.reserve and self.index.evict(side=True):
                 pass
-        return kept
+
+    def forget(self, session: str | None) -> None:
+        """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and, on a
+        recurrent model, the pages that nothing can be resumed from without them."""
+        forgotten = [one for one in self.checkpoints.all if session in (None, one.session)]
+        self.behind.cancel(forgotten)
+        if session is None:
+            self.index.clear()
+            self.history = History(HISTORY)
+            return
+        for checkpoint in forgotten:
+            self.index.detach(checkpoint)
+            self.checkpoints.remove(checkpoint)
+        if self.recurrent:
+            self.index.clear(useless=True)
 
     def gauges(self) -> dict[str, float]:
         return {
+            **self._counts,
             "pages_total": self.pool.total,
             "pages_free": self.pool.free,
             "pages_held": self.pool.held_pages,
             "pages_cached": self.index.pages,
             "pages_evicted": self.index.evicted,
-            "pages_evicted_for_side": self._evicted_for_side,
             "checkpoints_total": self.checkpoints.total,
             "checkpoints_kept": len(self.checkpoints.all),
             "checkpoints_evicted": self.checkpoints.evicted,
@@ -252,6 +375,38 @@ class Memory:
             self._remember_checkpoint(lease, tokens, position)
         return node
 
+    def _use(self, node: Node, lease: Lease) -> None:
+        """A sequence goes on from a page."""
+        self.index.touch(node, lease.side)
+        if node.background and not lease.background:
+            node.background = False
+            self._counts["background_hit_tokens"] += len(node.tokens) // 4
+
+    def _evicting(self, node: Node) -> None:
+        """A page is about to leave the device."""
+        self.behind.page(node)
+        self.behind.must_keep(node)
+        if node.background:
+            self._counts["background_wasted_tokens"] += len(node.tokens) // 4
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint went with its page."""
+        self.behind.cancel([checkpoint])
+        self.checkpoints.remove(checkpoint)
+
+    def _detach(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint that gives way to another off its page."""
+        self.behind.drop(checkpoint)
+        self.index.detach(checkpoint)
+
+    def _remember_chain(self, root: bytes, tokens: bytes) -> None:
+        """These tokens were computed once, though they are lost."""
+        key = root
+        for start in range(0, len(tokens), PAGE_BYTES):
+            page = tokens[start : start + PAGE_BYTES]
+            self.history.add_page(key, page)
+            key = page_key(key, page)
+
     def _remember_page(self, parent: Node, tokens: bytes) -> None:
         if parent.key is not None:
             self.history.add_page(parent.key, tokens)
@@ -263,5 +418,9 @@ class Memory:
             self.history.add_checkpoint(parent.key, encode(tokens[PAGE * at : position]))
 
     def _renew(self, checkpoint: Checkpoint, lease: Lease, want: Want) -> None:
-        if not lease.side:
-            self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
+        if lease.side or lease.background:
+            return
+        before = checkpoint.want, checkpoint.session
+        self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
+        if before != (checkpoint.want, checkpoint.session):
+            self.behind.renew(checkpoint)

@@ -1,78 +1,174 @@
-"""The one planner: from where a prompt can go on, given what is cached.
+"""The one planner: from where a prompt can go on, given what the device and the store have.
 
 A resume point is the greatest position that every component reaches: pages cover everything before it and, on a
 recurrent model, a checkpoint lies exactly there. Attention pages are valid for any prefix of themselves, so a model
-of attention alone resumes at any position.
+of attention alone resumes at any position. Pages on the device come first, the rest of the chain from the store; where
+both have something, the device's is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from engine.api import PAGE, Reuse
+from engine.api import PAGE, Reuse, WorkerCause
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
-from engine.memory.keys import PAGE_BYTES
+from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
 from engine.memory.states import Checkpoint
+from engine.memory.store import PageRef, StateRef, StateStore
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Go on at ``position``: ``pages`` are whole, ``partial`` (if any) is to be copied up to ``position``, and
-    ``checkpoint`` (on a recurrent model, unless position is 0) is the state there. ``reuse`` is what to report."""
+    """Go on at ``position``: ``pages`` are whole and on the device, ``stored`` are whole and to be read behind them,
+    ``partial`` (if any) is to be copied or read up to ``position``, and ``checkpoint`` (on a recurrent model, unless
+    position is 0) is the state there. ``reuse`` is what to report."""
 
     root: bytes
     position: int
     pages: tuple[Node, ...]
-    partial: Node | None
-    checkpoint: Checkpoint | None
+    stored: tuple[PageRef, ...]
+    partial: Node | PageRef | None
+    checkpoint: Checkpoint | StateRef | None
     reuse: Reuse
 
+    @property
+    def reads(self) -> bool:
+        """Whether anything has to be read from the store."""
+        partial_read = self.partial is not None and not isinstance(self.partial, Node)
+        state_read = self.checkpoint is not None and not isinstance(self.checkpoint, Checkpoint)
+        return bool(self.stored) or partial_read or state_read
 
-def plan(index: PageIndex, history: History, root: bytes, tokens: bytes, *, recurrent: bool) -> Plan:
-    """``tokens`` u32 little-endian. At least the last token is left to feed; it counts as new."""
-    limit = len(tokens) // 4 - 1
-    path: list[Node] = []
-    node = first = index.root(root)
-    while PAGE * (len(path) + 1) <= limit:
-        found = index.find(node, tokens[PAGE_BYTES * len(path) : PAGE_BYTES * (len(path) + 1)])
-        if found is None:
-            break
-        path.append(found)
-        node = found
-    room = limit - PAGE * len(path)
-    rest = tokens[PAGE_BYTES * len(path) : PAGE_BYTES * len(path) + 4 * min(PAGE, room)]
+
+def plan(
+    index: PageIndex,
+    store: StateStore | None,
+    history: History,
+    root: bytes,
+    tokens: bytes,
+    *,
+    recurrent: bool,
+    limit: int | None = None,
+) -> Plan:
+    """``tokens`` u32 little-endian. At least the last token is left to feed; it counts as new. ``limit``: a position
+    not to go beyond."""
+    last = len(tokens) // 4 - 1
+    way = _Way(index, store, root, tokens, last if limit is None else min(limit, last))
+    tail, shared = way.tail()
+    reached = PAGE * way.whole + shared
     if recurrent:
-        checkpoint = _deepest_checkpoint(index, [first, *path], tokens[: 4 * limit])
-        position, partial = (checkpoint.position, checkpoint.node) if checkpoint else (0, None)
+        position, partial, checkpoint = way.deepest_checkpoint()
     else:
-        partial, shared = index.closest(node, rest)
-        position, checkpoint = PAGE * len(path) + shared, None
-    return Plan(
-        root=root,
-        position=position,
-        pages=tuple(path[: position // PAGE]),
-        partial=partial if position % PAGE else None,
-        checkpoint=checkpoint,
-        reuse=_reuse(history, root, tokens, position, recurrent=recurrent),
-    )
-
-
-def _deepest_checkpoint(index: PageIndex, path: list[Node], tokens: bytes) -> Checkpoint | None:
-    """The last checkpoint on the way of a prompt, which ``path`` (its root first) follows as far as it can."""
-    for at in range(len(path) - 1, -1, -1):
-        for checkpoint in index.checkpoints(path[at], tokens[PAGE_BYTES * at : PAGE_BYTES * (at + 1)]):
-            return checkpoint
-    return None
-
-
-def _reuse(history: History, root: bytes, tokens: bytes, position: int, *, recurrent: bool) -> Reuse:
+        position, partial, checkpoint = reached, tail, None
+    pages = way.nodes[: position // PAGE]
+    stored = way.refs[: position // PAGE - len(pages)]
+    partial = partial if position % PAGE else None
+    covered: list[Node | PageRef | None] = [*pages, *stored]
+    tiers = [(_tier(page), PAGE) for page in covered] + [(_tier(partial), position % PAGE)]
+    counts = [sum(count for one, count in tiers if one == tier) for tier in ("device", "host", "disk")]
     known = history.look_up(root, tokens)
-    total = len(tokens) // 4
-    divergence = max(position, min(known.tokens, total - 1))
-    cause: Literal["none", "no_anchor", "evicted"] = "none"
+    divergence = max(position, min(max(known.tokens, reached), last))
+    cause: WorkerCause = "none"
     if divergence > position:
         lost = not recurrent or any(position < one <= divergence for one in known.checkpoints)
         cause = "evicted" if lost else "no_anchor"
-    return Reuse(position, 0, 0, divergence - position, total - divergence, cause)
+    return Plan(
+        root=root,
+        position=position,
+        pages=tuple(pages),
+        stored=tuple(stored),
+        partial=partial,
+        checkpoint=checkpoint,
+        reuse=Reuse(counts[0], counts[1], counts[2], divergence - position, last + 1 - divergence, cause),
+    )
+
+
+class _Way:
+    """The chain of whole pages of a prompt: ``nodes`` on the device, ``refs`` behind them in the store. ``keys``: of
+    what comes before each page; the last of them leads to no whole page."""
+
+    def __init__(self, index: PageIndex, store: StateStore | None, root: bytes, tokens: bytes, limit: int) -> None:
+        self.nodes: list[Node] = []
+        self.refs: list[PageRef] = []
+        self.keys = [root]
+        self._index = index
+        self._store = store
+        self._tokens = tokens
+        self._limit = limit
+        self._first = self._last = index.root(root)
+        while PAGE * len(self.keys) <= limit:
+            found = index.find(self._last, self._page(len(self.nodes)))
+            if found is None or found.key is None:
+                break
+            self.nodes.append(found)
+            self.keys.append(found.key)
+            self._last = found
+        while store is not None and PAGE * len(self.keys) <= limit:
+            page = self._page(self.whole)
+            key = page_key(self.keys[-1], page)
+            ref = store.page(self.keys[-1], key, page)
+            if ref is None:
+                break
+            self.refs.append(ref)
+            self.keys.append(key)
+
+    @property
+    def whole(self) -> int:
+        return len(self.keys) - 1
+
+    def tail(self) -> tuple[Node | PageRef | None, int]:
+        """The page after the whole ones that shares the longest start with the prompt, and how many tokens of it."""
+        rest = self._page(self.whole)
+        best: tuple[Node | PageRef | None, int] = (None, 0) if self.refs else self._index.closest(self._last, rest)
+        for ref in self._store.partial(self.keys[-1], rest) if self._store is not None and rest else ():
+            shared = common_tokens(ref.tokens, rest)
+            if shared > best[1]:
+                best = ref, shared
+        return best
+
+    def deepest_checkpoint(self) -> tuple[int, Node | PageRef | None, Checkpoint | StateRef | None]:
+        """(position, a page it lies in, the checkpoint) of the last checkpoint on the way."""
+        for at in range(self.whole, -1, -1):
+            best = max(self._checkpoints(at), key=lambda one: one[0], default=None)
+            if best is not None:
+                return best
+        return 0, None, None
+
+    def _checkpoints(self, at: int) -> Iterator[tuple[int, Node | PageRef | None, Checkpoint | StateRef]]:
+        """Those after ``at`` whole pages and less than one more; the device's first."""
+        before, page = PAGE * at, self._page(at)
+        if 0 < at <= len(self.nodes) and PAGE in self.nodes[at - 1].checkpoints:
+            yield before, None, self.nodes[at - 1].checkpoints[PAGE]
+        if at <= len(self.nodes):
+            for checkpoint in self._index.checkpoints(self._parent(at), page[: PAGE_BYTES - 4]):
+                yield checkpoint.position, checkpoint.node, checkpoint
+        for state in () if self._store is None else self._store.states(self.keys[at], page):
+            holding = self._holding(at, state.tail) if state.tail else None
+            if holding is not None:
+                yield before + len(state.tail) // 4, holding, state
+            elif at and not state.tail:
+                yield before, None, state
+
+    def _holding(self, at: int, tail: bytes) -> Node | PageRef | None:
+        """A page after ``at`` whole ones that starts with ``tail``."""
+        found = self._index.holding(self._parent(at), tail) if at <= len(self.nodes) else None
+        if found is not None:
+            return found
+        if at < self.whole:
+            return self.refs[at - len(self.nodes)]
+        pages = () if self._store is None else self._store.partial(self.keys[at], tail)
+        return next((page for page in pages if page.tokens.startswith(tail)), None)
+
+    def _parent(self, at: int) -> Node:
+        return self.nodes[at - 1] if at else self._first
+
+    def _page(self, at: int) -> bytes:
+        """The prompt's tokens of a page, as far as the limit."""
+        return self._tokens[PAGE_BYTES * at : min(PAGE_BYTES * (at + 1), 4 * self._limit)]
+
+
+def _tier(page: Node | PageRef | None) -> str:
+    if page is None:
+        return ""
+    return "device" if isinstance(page, Node) else page.tier

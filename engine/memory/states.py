@@ -48,6 +48,10 @@ class Checkpoint:
     node: Node = field(repr=False)
     superseded: bool = False
 
+    @property
+    def must_keep(self) -> bool:
+        return self.want.pinned or self.want.tip
+
 
 class Checkpoints:
     """The checkpoint slots. ``evicted`` counts those that gave way to others."""
@@ -72,10 +76,11 @@ class Checkpoints:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, want: Want, now: int, *, side: bool) -> int | None:
+    def take(self, want: Want, now: int, *, side: bool, background: bool = False) -> int | None:
         """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
 
-        ``now`` counts admissions. Side requests displace nothing but what side requests left."""
+        ``now`` counts admissions. Side requests displace nothing but what side requests left, background requests
+        nothing that is alive, unless it was superseded."""
         if self._free:
             return self._free.pop()
         while self._fresh and now - next(iter(self._fresh)).used > FRESH:
@@ -84,7 +89,8 @@ class Checkpoints:
         if victim is None:
             return None
         pinned = want.pinned or want.tip
-        if not side and self._value(victim)[:4] > (pinned, True, True, 0.0 if pinned else want.priority):
+        worth = (pinned, True, True, 0.0 if pinned else want.priority)
+        if not side and self._value(victim)[:4] > ((False, True, False, 0.0) if background else worth):
             self._least.push(victim)
             return None
         self._on_evict(victim)

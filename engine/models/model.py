@@ -27,14 +27,23 @@ class Manifest:
     recurrent: tuple[tuple[int, ...], ...] = ()
     grid: int = PAGE
 
+    def page_components(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of one page's keys and values, layer by layer."""
+        return (PAGE * self.kv_heads * self.head_dim * dtype.itemsize,) * (2 * self.attention_layers)
+
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one page over all attention layers, keys and values."""
-        return 2 * self.attention_layers * PAGE * self.kv_heads * self.head_dim * dtype.itemsize
+        return sum(self.page_components(dtype))
+
+    @property
+    def state_components(self) -> tuple[int, ...]:
+        """Bytes of each tensor of one recurrent-state slot."""
+        return tuple(4 * torch.Size(shape).numel() for shape in self.recurrent)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one recurrent-state slot over all layers."""
-        return 4 * sum(torch.Size(shape).numel() for shape in self.recurrent)
+        return sum(self.state_components)
 
 
 @dataclass(frozen=True)

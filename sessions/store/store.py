@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lmdb
 
-from sessions.store import owner
+from sessions.store import owner, tend
 from sessions.store.config import StoreConfig
 from sessions.store.core import Core
 from sessions.store.crypt import Cipher
@@ -223,6 +223,18 @@ class Store:
     def collect(self, timeout: float) -> bool:
         """Run retention and garbage collection now, and wait for it."""
         return self._writer.collect(timeout) if self._writer is not None else False
+
+    def verify(self) -> dict[str, float]:
+        """Read and check everything; takes as long as that, in any thread."""
+        return tend.verify(self._core, self._disk)
+
+    def forget(self, session: str | None) -> int:
+        """Forget what a session alone has, or everything; how many extents. In any thread."""
+        return tend.forget(self._core, session)
+
+    def pin(self, session: str, pinned: bool) -> int:
+        """Pin a session's checkpoints, or no longer; how many. In any thread."""
+        return tend.pin(self._core, session, pinned=pinned)
 
     def close(self) -> None:
         """Write what waits, and end. Nothing may be called afterwards."""

@@ -24,6 +24,7 @@ from engine.api import (
     Tokens,
     Watch,
 )  # fmt: skip
+from engine.loading import load_engine
 from engine.memory.memory import Memory
 from engine.sampling import Logits
 from engine.scheduler import Scheduler
@@ -52,11 +53,13 @@ class Outcome:
 class Bench:
     """A scheduler with everything it said."""
 
-    def __init__(self, directory: Path, **config: Any) -> None:
+    def __init__(self, directory: Path, store: Any = None, **config: Any) -> None:
         defaults: dict[str, Any] = {"kv_bytes": 32 << 20, "checkpoint_bytes": 8 << 20, "threads": 1}
         self.config = EngineConfig(model=str(directory), **{**defaults, **config})
         self.outcomes: dict[str, Outcome] = {}
-        self.scheduler = Scheduler.load(self.config, lambda *_: None, self._observe)
+        engine = load_engine(self.config, lambda *_: None, store if callable(store) else lambda *_: store)
+        self.now = 0.0
+        self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now)
         self._number = 0
 
     @property
@@ -109,7 +112,9 @@ class Bench:
     def check(self) -> None:
         """Every page and slot is accounted for exactly once, and none is held when nothing runs."""
         check_memory(self.memory)
+        assert self.stats()["restored_unused"] == 0
         if self.scheduler.idle:
+            assert not self.memory.draining
             assert self.memory.pool.held_pages == 0
             assert len(self.memory.free_live) == self.config.max_sequences
 

@@ -173,7 +173,7 @@ def test_the_page_that_gives_way_is_the_least_valuable(
         tokens = rng.choice(stems)[: rng.randint(1, 400)] + prompt(rng.randint(0, 10**9), rng.randint(1, 60), 50)
         side, session = rng.random() < 0.3, rng.choice("abc")
         plan = memory.plan(encode(tokens), "")
-        if not memory.fits(plan, len(tokens), side=side):
+        if not memory.fits(plan, len(tokens), modest=side):
             continue
         lease = memory.open(plan, session, side=side)
         memory.unpin(lease, tokens)
@@ -192,7 +192,7 @@ def test_the_page_that_gives_way_is_the_least_valuable(
 
 def test_eviction_looks_at_few_of_many() -> None:
     memory = Memory(Still(), "f", pages=3000, live=1, checkpoints=0, recurrent=False)
-    memory.index = WatchedIndex(memory.pool, False, memory.checkpoints.remove)
+    memory.index = WatchedIndex(memory.pool, False, lambda node: None, memory.checkpoints.remove)
     for seed in range(3500):
         if seed == 3000:
             memory.index.looks = 0

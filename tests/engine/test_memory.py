@@ -77,7 +77,7 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
             plan = memory.plan(encode(tokens), "")
             assert plan.reuse.resumed + plan.reuse.replayed + plan.reuse.new == len(tokens)
             assert plan.position == deepest(memory, encode(tokens))
-            if memory.fits(plan, len(tokens), side=side):
+            if memory.fits(plan, len(tokens), modest=side):
                 lease = memory.open(plan, rng.choice("abc"), side=side)
                 if not recurrent:
                     store.slots[lease.slot] = tokens[: plan.position]

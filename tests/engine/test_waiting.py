@@ -14,9 +14,9 @@ def count_plans(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every plan made from now on."""
     plan, made = bench.memory.plan, list[int]()
 
-    def counted(tokens: bytes, namespace: str) -> Any:
+    def counted(tokens: bytes, namespace: str, limit: int | None = None) -> Any:
         made.append(len(tokens) // 4)
-        return plan(tokens, namespace)
+        return plan(tokens, namespace, limit)
 
     monkeypatch.setattr(bench.memory, "plan", counted)
     return made

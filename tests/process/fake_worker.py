@@ -11,9 +11,23 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
-from engine.api import Admitted, Done, EngineConfig, Failed, ModelInfo, Reply, Request, Reuse, Stats, Tokens
+from engine.api import (
+    Admin,
+    AdminReply,
+    Admitted,
+    Done,
+    EngineConfig,
+    Failed,
+    ModelInfo,
+    Reply,
+    Request,
+    Reuse,
+    Stats,
+    Tokens,
+)
 from engine.worker import Progress, Unservable, main
 
 VOCAB = 250
@@ -86,6 +100,17 @@ class FakeScheduler:
                 replies.append(Done(request_id, "length", Reuse(0, 0, 0, 0, len(request.tokens))))
         time.sleep(0.0005)
         return replies
+
+    def admin(self, command: Admin) -> Callable[[], AdminReply]:
+        def work() -> AdminReply:
+            if command.action == "store_verify":
+                time.sleep(0.05)
+            return AdminReply(command.id, command.action != "store_gc", {"said": command.arguments.get("session", "")})
+
+        return work
+
+    def close(self, timeout: float) -> None:
+        pass
 
     def stats(self) -> Stats:
         return Stats({"running": len(self._running), "waiting": len(self._waiting), "aborted": self._aborted})

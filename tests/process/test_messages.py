@@ -44,8 +44,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
             return st.tuples(*map(values, args))
         case builtins.dict:
             return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
-        case types.UnionType:
-            return st.none() | values(args[0])
+        case types.UnionType | typing.Union:
+            return st.one_of([st.none() if arg is type(None) else values(arg) for arg in args])
     raise TypeError(annotation)
 
 
@@ -73,7 +73,7 @@ def read_all(data: bytes) -> list[Message]:
 
 
 def test_the_table_is_complete() -> None:
-    assert len(MESSAGE_TYPES) == 12
+    assert len(MESSAGE_TYPES) == 14
     for cls in (GetStats, Abort, Request):
         assert cls in MESSAGE_TYPES
 

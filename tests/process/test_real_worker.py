@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.api import Done, EngineConfig, Failed, Request, Sampling, Tokens
+from engine.api import Done, EngineConfig, Failed, Request, Reuse, Sampling, StoreSettings, Tokens
 from engine.client import EngineClient
 from engine.messages import LoadFailed, Loading, Ready, Status, config_to_json, parse_status
-from engine.worker import EXIT_UNSERVABLE
+from engine.worker import EXIT_UNSERVABLE, Unservable, open_worker_store
 from tests.process.support import HANG_SECONDS, child_environment, run_async
 
 
@@ -28,8 +29,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(model: Path, socket: Path) -> subprocess.Popen[bytes]:
-    config = EngineConfig(model=str(model), kernels="reference", threads=1, kv_bytes=1 << 24, checkpoint_bytes=1 << 24)
+def launch(model: Path, socket: Path, store: StoreSettings | None = None) -> subprocess.Popen[bytes]:
+    config = EngineConfig(
+        model=str(model), kernels="reference", threads=1, kv_bytes=1 << 24, checkpoint_bytes=1 << 24, store=store
+    )
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.worker", "--socket", str(socket), "--config", config_to_json(config)],
         stdin=subprocess.PIPE,
@@ -98,6 +101,65 @@ def test_real_tokens_over_a_real_socket(tiny: Path, short_dir: Path) -> None:
             assert worker.wait(HANG_SECONDS) == 0
         finally:
             worker.kill()
+
+
+async def reuse_of(client: EngineClient, name: str, tokens: tuple[int, ...]) -> Reuse:
+    async for reply in client.submit(Request(name, tokens, Sampling(max_tokens=2, forced=(9, 9)), session="s")):
+        if isinstance(reply, Done):
+            return reply.reuse
+        assert isinstance(reply, Tokens), reply
+    raise AssertionError("no end")
+
+
+def test_state_outlives_the_worker(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
+    settings = StoreSettings(str(tmp_path / "store"), quota_bytes=1 << 28, host_bytes=1 << 24)
+    prompt, known = tuple(i % 200 for i in range(300)), 0
+
+    async def scenario() -> None:
+        client = EngineClient()
+        await client.connect(str(short_dir / "s"))
+        reuse = await reuse_of(client, "r", prompt)
+        assert (reuse.disk, reuse.replayed) == (known, 0)
+        assert (await client.admin("store_verify")).values["damaged"] == 0
+        assert (await client.admin("store_stat")).ok and not (await client.admin("store_pin")).ok
+        assert (await client.stats()).values["store_extents"] > 0
+        await client.close()
+
+    for how in ("sigterm", "end of stdin", "sigterm"):
+        with launch(tiny, short_dir / "s", settings) as worker:
+            try:
+                assert isinstance(statuses(worker)[-1], Ready)
+                run_async(scenario())
+                if how == "sigterm":
+                    worker.send_signal(signal.SIGTERM)
+                else:
+                    assert worker.stdin is not None
+                    worker.stdin.close()
+                assert worker.wait(HANG_SECONDS) == 0
+            finally:
+                worker.kill()
+        prompt, known = (*prompt, 9, 9), len(prompt) + 1
+
+
+def test_a_store_in_use_or_under_another_key_is_one_clear_line(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
+    keys = [tmp_path / "key 0", tmp_path / "key 1"]
+    for number, path in enumerate(keys):
+        path.write_bytes(bytes([number]) * 32)
+    settings = StoreSettings(str(tmp_path / "store"), quota_bytes=1 << 28, key_file=str(keys[0]))
+    with launch(tiny, short_dir / "s", settings) as worker:
+        try:
+            assert isinstance(statuses(worker)[-1], Ready)
+            with pytest.raises(Unservable, match=rf"{worker.pid}.*--store DIR.*--no-store"):
+                open_worker_store(settings, "f", (64,), (), patience=0.0)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(HANG_SECONDS) == 0
+        finally:
+            worker.kill()
+    for wrong in (replace(settings, key_file=str(keys[1])), replace(settings, key_file="")):
+        with pytest.raises(Unservable, match="--store-key-file"):
+            open_worker_store(wrong, "f", (64,), (), patience=0.0)
+    with pytest.raises(Unservable, match="cannot be read"):
+        open_worker_store(replace(settings, key_file=str(tmp_path / "none")), "f", (64,), (), patience=0.0)
 
 
 def without_a_shard(folder: Path) -> None:

@@ -200,6 +200,37 @@ def test_requests_that_cannot_be(start_worker: StartWorker) -> None:
     run_async(scenario())
 
 
+def test_commands_are_answered_beside_the_streams(start_worker: StartWorker) -> None:
+    worker = start_worker()
+
+    async def scenario() -> None:
+        client = EngineClient()
+        await client.connect(str(worker.socket))
+        stream = client.submit(asked("a", max_tokens=ENDLESS))
+        slow = asyncio.create_task(client.admin("store_verify"))
+        replies = await asyncio.gather(
+            client.admin("store_pin", session="one"),
+            client.admin("store_gc"),
+            client.admin("store_unpin", session="two"),
+        )
+        assert [(reply.ok, reply.values["said"]) for reply in replies] == [(True, "one"), (False, ""), (True, "two")]
+        assert (await slow).ok
+        abandoned = asyncio.create_task(client.admin("store_verify"))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        await settle(client, 1)
+        waiting = asyncio.create_task(client.admin("store_verify"))
+        await asyncio.sleep(0)
+        worker.process.kill()
+        with pytest.raises(WorkerUnavailable):
+            await waiting
+        with pytest.raises(WorkerUnavailable):
+            await client.admin("store_stat")
+        assert isinstance((await collect(stream))[1], Failed)
+
+    run_async(scenario())
+
+
 def test_kill_9_fails_every_stream(start_worker: StartWorker) -> None:
     first = start_worker(max_sequences=4)
 
