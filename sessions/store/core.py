@@ -14,6 +14,7 @@ from sessions.store.ram import Ram
 
 class Core:
     """``changed`` is the lock, and wakes the writer. ``dead``: extents that the writer is to take off the index.
+    ``forgotten``: those of them that are to be erased.
     ``touched``: entries whose use is to be recorded. ``writable``: there is a disk to write to."""
 
     def __init__(self, config: StoreConfig, files: Files) -> None:
@@ -24,6 +25,9 @@ class Core:
         self.ram = Ram(config.queue_bytes, config.host_bytes)
         self.counters: Counter[str] = Counter()
         self.dead: list[tuple[Place, int]] = []
+        self.forgotten: set[Place] = set()
+        self.forget_others = False
+        """What other fingerprints wrote is to go, too."""
         self.touched: set[Entry] = set()
         self.writable = False
 
@@ -31,12 +35,19 @@ class Core:
         """Forget an entry, wherever it is, and count it under ``cause``. With the lock."""
         if entry.gone:
             return
+        entry.forgotten = cause == "forgotten"
         self.mirror.remove(entry)
         self.ram.remove(entry)
         self.touched.discard(entry)
         if entry.place is not None:
-            self.dead.append((entry.place, entry.length))
+            self.died(entry, entry.place)
         self.counters[cause] += 1
+
+    def died(self, entry: Entry, place: Place) -> None:
+        """What an entry that is gone has on disk is dead. With the lock."""
+        self.dead.append((place, entry.length))
+        if entry.forgotten:
+            self.forgotten.add(place)
 
     def settled(self, entry: Entry) -> None:
         """An entry waits no longer: it lives on in the host tier, or on disk, or not at all. With the lock."""

@@ -18,11 +18,12 @@ class Entry:
     """One extent, to be written, in RAM or on disk; also the PageRef or StateRef that look-ups return.
 
     ``size``: payload bytes; ``header``: bytes of its header on disk. ``payload``: in RAM, with the ``sizes`` of its
-    components while it waits to be written. ``holds``: plans that rely on it. ``gone``: no longer held."""
+    components while it waits to be written. ``holds``: plans that rely on it. ``gone``: no longer held;
+    ``forgotten``: because a person wanted that."""
 
     __slots__ = (
-        "exact", "gone", "header", "hits", "holds", "key", "kind", "parent", "payload", "pinned", "place", "position",
-        "priority", "queued", "session", "shape", "size", "sizes", "superseded", "tokens", "used",
+        "exact", "forgotten", "gone", "header", "hits", "holds", "key", "kind", "parent", "payload", "pinned", "place",
+        "position", "priority", "queued", "session", "shape", "size", "sizes", "superseded", "tokens", "used",
     )  # fmt: skip
 
     def __init__(self, about: About, size: int) -> None:
@@ -44,7 +45,7 @@ class Entry:
         self.payload: Payload | None = None
         self.queued = 0.0
         self.superseded = False
-        self.gone = False
+        self.gone = self.forgotten = False
         self.hits = 0
         self.holds = 0
 

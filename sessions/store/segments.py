@@ -145,6 +145,19 @@ class Segments:
         if segment is not None:
             segment.live -= length
 
+    def erase(self, place: Place, length: int) -> None:
+        """Overwrite an extent; not durable before ``sync``. Raises OSError."""
+        segment = self.all[place.segment]
+        self._unsynced.add(segment)
+        for start in range(0, length, _WINDOW):
+            zeros = bytes(min(_WINDOW, length - start))
+            self._files.write(segment.descriptor, [zeros], place.block * BLOCK + start)
+
+    def seal(self, segment: Segment) -> None:
+        """Nothing is appended to it any more."""
+        if self.active(segment):
+            del self._active[segment.group]
+
     def active(self, segment: Segment) -> bool:
         return self._active.get(segment.group) is segment
 

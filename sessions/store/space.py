@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 
 from sessions.store import gc, owner
 from sessions.store.config import DAY
@@ -81,6 +83,10 @@ class Space:
     def collect(self) -> bool:
         """Drop what is dead, or compact one segment that is mostly dead; whether there was something to do."""
         self._disk.segments.trim()
+        if self._core.forget_others:
+            while self._drop_other(-math.inf):
+                pass
+            self._core.forget_others = False
         if self._drop_dead():
             return True
         victim = gc.worst(self._closed())
@@ -90,14 +96,32 @@ class Space:
     def bury(self) -> None:
         """Take dead extents off the index."""
         with self._core.changed:
-            dead = list(self._core.dead)
+            dead, forgotten = list(self._core.dead), set(self._core.forgotten)
         if not dead or self._disk.index is None:
             return
+        if forgotten:
+            self._erase(dead, forgotten)
         self._disk.index.commit(Changes(gone={place for place, _ in dead}))
         for place, length in dead:
             self._disk.segments.release(place, length)
         with self._core.changed:
             del self._core.dead[: len(dead)]
+            self._core.forgotten -= forgotten
+
+    def _erase(self, dead: list[tuple[Place, int]], forgotten: set[Place]) -> None:
+        """What was forgotten comes back by no rebuild. Where nothing else lives, the file will go as a whole."""
+        going: Counter[int] = Counter()
+        for place, length in dead:
+            going[place.segment] += length
+        for place, length in dead:
+            segment = self._disk.segments.all.get(place.segment)
+            if segment is None or place not in forgotten:
+                continue
+            if segment.live > going[segment.number]:
+                self._disk.segments.erase(place, length)
+            else:
+                self._disk.segments.seal(segment)
+        self._disk.segments.sync()
 
     def compact(self, victim: Segment) -> bool:
         """Copy what lives, commit, delete the file; False if there is no room to copy to."""
@@ -133,7 +157,7 @@ class Space:
         with self._core.changed:
             for entry, new in moved:
                 if entry.gone:
-                    self._core.dead.append((new, entry.length))
+                    self._core.died(entry, new)
                 entry.place = new
         self._disk.segments.drop(victim)
         self._core.files.point("gc.dropped")

@@ -229,7 +229,10 @@ class Store:
         return tend.verify(self._core, self._disk)
 
     def forget(self, session: str | None) -> int:
-        """Forget what a session alone has, or everything; how many extents. In any thread."""
+        """Forget what a session alone has, or everything, that of other fingerprints too; how many extents. In any
+        thread."""
+        if session is None and self._disk is not None and self._core.writable:
+            self._core.forget_others = True
         return tend.forget(self._core, session)
 
     def pin(self, session: str, pinned: bool) -> int:

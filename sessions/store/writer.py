@@ -159,7 +159,7 @@ class Writer:
                 place = places.get(entry)
                 if entry.gone:
                     if place is not None:
-                        self._core.dead.append((place, entry.length))
+                        self._core.died(entry, place)
                     continue
                 entry.place = place
                 self._core.settled(entry)

@@ -461,3 +461,26 @@ def test_killed_at_any_moment(worlds: Any, opened: Open, tmp_path: Path, rounds:
             assert detail.summary.tokens > 0
         assert persist.stats()["persist_corrupt"] == persist.stats()["persist_errors"] == 0
         persist.close()
+
+
+def test_everything_is_forgotten_whoever_it_belongs_to(worlds: Any, families: Any, opened: Open) -> None:
+    other = families["strips"]()
+    other.identity = b"another template"
+    loop(worlds(family=other, persist=opened()).claude())
+    world = worlds(persist=opened())
+    loop(world.claude())
+    loop(world.codex())
+    assert world.sessions.forget_all() == 3
+    assert world.sessions.list() == []
+    persist = opened()
+    assert worlds(persist=persist).sessions.list() == [] and persist.stats()["persist_groups"] == 0
+
+
+def test_an_archive_is_for_its_own_namespace(worlds: Any) -> None:
+    world = worlds()
+    loop(world.claude())
+    (summary,) = world.sessions.list()
+    archive = world.sessions.export(summary.id)
+    with pytest.raises(ArchiveError, match="another API key"):
+        world.sessions.import_archive(archive, "a namespace")
+    assert world.sessions.import_archive(archive) == summary.id
