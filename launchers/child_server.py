@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import Any, NoReturn, Self
 import httpx
 
 POLL_SECONDS = 0.1
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
 
 
 class ChildServerError(RuntimeError):
@@ -24,7 +26,8 @@ class ChildServerError(RuntimeError):
 class ChildServer:
     """``ft serve`` with ``arguments`` on a free loopback port, ready when the ``with`` block begins.
 
-    ``directory`` gets its log and its ready file. ``ready_seconds`` covers building the embedded model on first use.
+    ``directory`` gets its log, its ready file and its store, which a later one in the same folder finds again.
+    ``ready_seconds`` covers building the embedded model on first use.
     """
 
     def __init__(self, arguments: Sequence[str], directory: Path, ready_seconds: float = 600.0) -> None:
@@ -34,10 +37,11 @@ class ChildServer:
         self._ready_seconds = ready_seconds
         self._command = [
             *(sys.executable, "-P", "-m", "launchers.cli", "serve"),
-            *("--port", "0", "--ready-file", str(self._ready), *arguments),
+            *("--port", "0", "--ready-file", str(self._ready), "--store", str(directory / "store"), *arguments),
         ]
 
     def __enter__(self) -> Self:
+        self._ready.unlink(missing_ok=True)  # of one that was killed
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
@@ -53,10 +57,29 @@ class ChildServer:
     ) -> None:
         self._stop()
 
+    def restart(self, *, kill: bool = False) -> None:
+        """A new server over the same store, at another ``url``. ``kill``: the old one and its worker get no time."""
+        if kill:
+            worker = self.worker_pid
+            self._process.kill()
+            os.kill(worker, signal.SIGKILL)
+        self._stop()
+        self.__enter__()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self._process.pid
+
     @property
     def worker_pid(self) -> int:
         """The process id of the worker that was ready last."""
         return int(self._state()["worker_pid"])
+
+    def wait_until_stored(self) -> None:
+        """A pause in which what was computed reaches the disk; it takes seconds. Raises httpx.HTTPError."""
+        while self.get("/v1/store")["queue_extents"]:
+            time.sleep(POLL_SECONDS)
 
     def get(self, path: str) -> Any:
         """The JSON that ``GET path`` answers. Raises httpx.HTTPError."""

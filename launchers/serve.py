@@ -28,6 +28,8 @@ from server.app import create_app
 from server.script import Script, ScriptError
 from server.settings import LOOPBACK_HOSTS, ServerSettings
 from server.state import ServerState
+from sessions.persist import Persist, PersistConfig
+from sessions.store.config import StoreBusy, StoreError
 from sessions.tracker import Sessions
 
 BACKLOG = 1024
@@ -88,17 +90,21 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             "or serve this machine alone with --host 127.0.0.1"
         )
     script = _load_script(settings.script)
-    with claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root()) as claim:
+    with contextlib.ExitStack() as stack:
+        claim = stack.enter_context(claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root()))
         if settings.ready_file is not None:
             with contextlib.suppress(OSError):  # no file, or no place for one: that is told when it is written
                 settings.ready_file.unlink()  # a server that was killed may have left it
+        persist = _open_persist(settings.store, settings.store_key_file)
+        if persist is not None:
+            stack.callback(persist.close)
         model = settings.model if settings.model is not None else await build_embedded(settings.cache)
         family = _load_family(model, settings.family)
         client = EngineClient(max_open=settings.max_sequences + settings.queue)
         state = ServerState(
             engine=client,
             family=family,
-            sessions=Sessions(family, max_sessions=settings.max_sessions),
+            sessions=Sessions(family, max_sessions=settings.max_sessions, persist=persist),
             settings=_server_settings(settings, model),
             script=script,
         )
@@ -211,6 +217,27 @@ def _load_script(path: Path | None) -> Script | None:
         raise ServeError(f"the script {path} cannot be used: {error}") from error
 
 
+def _open_persist(store: Path | None, key_file: Path | None) -> Persist | None:
+    """What is to be kept of sessions, if anything. The worker opens the rest of the store."""
+    if store is None:
+        return None
+    try:
+        key = key_file.read_bytes() if key_file is not None else None
+    except OSError as error:
+        raise ServeError(f"cannot read the store's key ({error}): check --store-key-file") from error
+    with contextlib.suppress(OSError):  # without the folder nothing is kept, and that is told
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        return Persist(PersistConfig(directory=store / "sessions", key=key))
+    except StoreBusy as error:
+        raise ServeError(f"{error} with --store DIR, or keep nothing with --no-store") from error
+    except StoreError as error:
+        raise ServeError(
+            f"the store in {store} cannot be used: {error} (its key: --store-key-file FILE; another store: --store "
+            "DIR; none: --no-store)"
+        ) from error
+
+
 def _load_family(model: Path, name: str | None) -> Family:
     if not model.is_dir():
         raise ServeError(f"{model} is not a folder: --model names a folder with config.json and safetensors files")
@@ -229,6 +256,8 @@ def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
             model_name=settings.model_name,
             max_output_tokens=settings.max_output_tokens,
             keepalive_seconds=settings.keepalive_seconds,
+            idle_prefill=settings.idle_prefill,
+            store=None if settings.store is None else settings.store.absolute(),
             api_keys=settings.api_keys,
             allowed_hosts=LOOPBACK_HOSTS if is_loopback(settings.host) else (),
             **{ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
 from launchers.settings import ServeSettings
 
@@ -55,6 +57,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(memory, "--max-sessions", int, "N", "sessions whose exact tokens are remembered")
     flag(memory, "--queue", int, "N", "requests that may wait")
 
+    store = parser.add_argument_group("the store: what was computed survives restarts, readable by you alone")
+    add_store(store)
+    flag(store, "--store-key-file", Path, "FILE", "encrypt the store with what is in this file", "not encrypted")
+    flag(store, "--store-quota", size, "SIZE", "disk space of the store")
+    flag(store, "--store-daily-writes", size, "SIZE", "written per day on average, to spare the disk", "300 GB")
+    flag(store, "--host-cache", size, "SIZE", "memory for what was computed last, before the disk is asked")
+    store.add_argument(
+        "--no-idle-prefill",
+        dest="idle_prefill",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="in quiet moments, do not compute ahead what the next message is expected to continue",
+    )
+
     compute = parser.add_argument_group("how it is computed")
     flag(
         compute, "--dtype", str, None, "numbers weights and pages are held in", choices=("auto", "float32", "bfloat16")
@@ -63,6 +79,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(compute, "--instruction-set", str, "NAME", "of the C++ kernels: auto, or one this processor has")
     flag(compute, "--threads", int, "N", "threads of the C++ kernels", "one per physical core")
     flag(compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step")
+
+
+def default_store() -> Path:
+    return state_directory(os.environ) / "store"
+
+
+def add_store(group: argparse._ArgumentGroup) -> None:
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--store", type=Path, metavar="DIR", default=default_store(), help="its folder (default: %(default)s)"
+    )
+    choice.add_argument("--no-store", dest="store", action="store_const", const=None, help="keep nothing on disk")
 
 
 def flag(

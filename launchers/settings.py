@@ -7,7 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.api import EngineConfig
+from engine.api import EngineConfig, StoreSettings
+
+STORE = StoreSettings(directory="")
+"""Its defaults."""
 
 
 class ServeSettings(BaseModel):
@@ -15,7 +18,9 @@ class ServeSettings(BaseModel):
     a free one. ``ready_file`` is written once requests are answered: JSON with ``url``, ``pid`` and ``worker_pid``.
     ``runtime_dir`` holds the socket and the lock of a running server (None: the user's runtime folder).
     ``max_output_tokens`` 0: whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
-    answered for so long is replaced. The remaining fields are those of ``engine.api.EngineConfig``.
+    answered for so long is replaced. ``store`` None keeps nothing beyond the life of the server; else it is the folder
+    of state (the worker's) and sessions (the API process's). The remaining fields are those of
+    ``engine.api.EngineConfig`` and of its ``StoreSettings``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,6 +39,13 @@ class ServeSettings(BaseModel):
     max_sessions: int = Field(default=1000, gt=0)
     keepalive_seconds: float = Field(default=15.0, gt=0, le=15.0)
     worker_silence_seconds: float = Field(default=30.0, gt=0)
+    idle_prefill: bool = True
+
+    store: Path | None = None
+    store_quota: int = Field(default=STORE.quota_bytes, gt=0)
+    store_daily_writes: int = Field(default=STORE.daily_write_bytes, gt=0)
+    store_key_file: Path | None = None
+    host_cache: int = Field(default=STORE.host_bytes, gt=0)
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["native", "reference"] = "native"
@@ -60,4 +72,16 @@ class ServeSettings(BaseModel):
             max_sequences=self.max_sequences,
             chunk_tokens=self.chunk_tokens,
             queue=self.queue,
+            store=self._store(),
+        )
+
+    def _store(self) -> StoreSettings | None:
+        if self.store is None:
+            return None
+        return StoreSettings(
+            directory=str(self.store.absolute()),
+            quota_bytes=self.store_quota,
+            host_bytes=self.host_cache,
+            daily_write_bytes=self.store_daily_writes,
+            key_file="" if self.store_key_file is None else str(self.store_key_file.absolute()),
         )
