@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors
+from server import control, endpoint, errors, upkeep
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
@@ -63,7 +63,24 @@ def create_app(state: ServerState) -> Starlette:
         return Json(control.sessions(state, request.state.namespace))
 
     async def session(request: Request) -> Response:
-        return control.session(state, request)
+        if request.method == "DELETE":
+            return await upkeep.forget(state, request)
+        return Json(control.session(state, request))
+
+    async def pin(request: Request) -> Response:
+        return await upkeep.pin(state, request, request.url.path.endswith("/pin"))
+
+    async def export(request: Request) -> Response:
+        return upkeep.export(state, request)
+
+    async def take_in(request: Request) -> Response:
+        return await upkeep.take_in(state, request)
+
+    async def store(request: Request) -> Response:
+        return await upkeep.store(state)
+
+    async def tend_store(request: Request) -> Response:
+        return await upkeep.tend_store(state, request)
 
     async def fail(request: Request, error: Exception) -> Response:
         state.counters.errors += 1
@@ -95,7 +112,13 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
             Route("/v1/sessions", sessions),
+            Route("/v1/sessions/import", take_in, methods=["POST"]),
             Route("/v1/sessions/{id}", session, methods=["GET", "DELETE"]),
+            Route("/v1/sessions/{id}/export", export),
+            Route("/v1/sessions/{id}/pin", pin, methods=["POST"]),
+            Route("/v1/sessions/{id}/unpin", pin, methods=["POST"]),
+            Route("/v1/store", store),
+            Route("/v1/store/{action}", tend_store, methods=["POST"]),
             Route("/v1/stats", stats),
             Route("/health", health),
         ],

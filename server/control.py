@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from engine.client import EngineError
 from server.dump import Json
 from server.errors import ApiError
 from server.state import ServerState
+from sessions.session import SessionDetail
 
 
 def models(state: ServerState, started: float) -> dict[str, Any]:
@@ -90,16 +90,15 @@ def sessions(state: ServerState, namespace: str) -> dict[str, Any]:
     return {"object": "list", "data": [asdict(summary) for summary in state.sessions.list(namespace)]}
 
 
-def session(state: ServerState, request: Request) -> Response:
-    """GET shows a session, DELETE forgets it. Those of other API keys do not exist."""
-    session_id, namespace = request.path_params["id"], request.state.namespace
-    if request.method == "DELETE":
-        found = state.sessions.forget(session_id, namespace)
-        answer: dict[str, Any] = {"id": session_id, "deleted": True}
-    else:
-        detail = state.sessions.get(session_id, namespace)
-        found = detail is not None
-        answer = {} if detail is None else asdict(detail)
-    if not found:
-        raise ApiError("not_found", f"there is no session {session_id!r}; see GET /v1/sessions")
-    return Json(answer)
+def session(state: ServerState, request: Request) -> dict[str, Any]:
+    """The timeline: where each request's prompt came from, and why what was computed again was."""
+    return asdict(found_session(state, request))
+
+
+def found_session(state: ServerState, request: Request) -> SessionDetail:
+    """The session that the path names. Those of other API keys do not exist. Raises ApiError."""
+    name = request.path_params["id"]
+    detail = state.sessions.get(name, request.state.namespace)
+    if detail is None:
+        raise ApiError("not_found", f"there is no session {name!r}; see GET /v1/sessions")
+    return detail

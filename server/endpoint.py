@@ -59,6 +59,14 @@ async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
 
 async def read_body(request: Request, limit: int) -> object:
     """The parsed JSON body. Raises ApiError when it is no JSON, or as soon as it shows to exceed ``limit`` bytes."""
+    try:
+        return from_json(await read_bytes(request, limit), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError as soon as it shows to exceed ``limit`` bytes."""
     too_large = ApiError("too_large", f"request body is larger than the {limit} bytes this server accepts")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
@@ -71,10 +79,7 @@ async def read_body(request: Request, limit: int) -> object:
         data += chunk
         if len(data) > limit:
             raise too_large
-    try:
-        return from_json(bytes(data), allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
+    return bytes(data)
 
 
 def check_model(state: ServerState, model: str) -> None:

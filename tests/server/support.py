@@ -18,6 +18,8 @@ import uvicorn
 
 from engine.api import (
     Abort,
+    Admin,
+    AdminReply,
     Admitted,
     Done,
     ErrorKind,
@@ -80,6 +82,7 @@ class FakeWorker:
 
     def __init__(self, family: Family, answers: Callable[[Request], Answer], vocabulary: int) -> None:
         self.requests: list[Request] = []
+        self.commands: list[tuple[str, dict[str, str]]] = []
         self.aborted: list[str] = []
         self.abort_seen = asyncio.Event()
         self._family = family
@@ -106,6 +109,9 @@ class FakeWorker:
                         self._tasks[request.id] = asyncio.create_task(self._answer(request))
                     case Abort(request_id):
                         self._abort(request_id)
+                    case Admin() as command:
+                        self.commands.append((command.action, command.arguments))
+                        self._send(AdminReply(command.id, True, {"forgotten": 3.0, "checkpoints": 2.0, "extents": 7.0}))
                     case GetStats() if not self.deaf:
                         self._send(Stats({"kv_bytes_used": 1.0}))
         except (EOFError, OSError):

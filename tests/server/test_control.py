@@ -59,7 +59,7 @@ async def test_sessions_can_be_seen_and_forgotten(family: Family) -> None:
         missing = await http.get(f"/v1/sessions/{session}")
     assert [entry["id"] for entry in listed] == [session]
     assert shown["requests"][0]["cause"] == "first_request"
-    assert (gone.status_code, gone.json()) == (200, {"id": session, "deleted": True})
+    assert (gone.status_code, gone.json()) == (200, {"id": session, "deleted": True, "forgotten": 0.0})
     assert (again.status_code, missing.status_code) == (404, 404)
 
 

@@ -1,0 +1,122 @@
+"""Pins, archives, forgetting, and the store behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from parsers.load import Family
+from tests.server.support import serving
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {
+    "model": "local-moe",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "Hello"}],
+}
+STORE = Path("/nowhere/store")
+KEYS = ({"x-api-key": "one"}, {"x-api-key": "two"})
+
+
+async def begin(http: httpx.AsyncClient, **headers: str) -> str:
+    answer = await http.post("/v1/messages", json=BODY, headers=headers)
+    return f"/v1/sessions/{answer.headers['x-ft-session']}"
+
+
+async def test_a_session_is_forgotten_with_its_state(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>", store=STORE) as server, server.http() as http:
+        path = await begin(http)
+        gone = await http.delete(path)
+        assert (await http.get(path)).status_code == 404
+        commands = server.worker.commands
+    session = path.rsplit("/", 1)[1]
+    assert (gone.status_code, gone.json()) == (200, {"id": session, "deleted": True, "forgotten": 3.0})
+    assert commands == [("store_forget", {"session": session})]
+
+
+async def test_nothing_is_forgotten_by_halves(family: Family) -> None:
+    """Without a worker its part would stay."""
+    async with serving(family, "Hi<|im_end|>", store=STORE) as server, server.http() as http:
+        path = await begin(http)
+        await server.client.close()
+        assert (await http.delete(path)).status_code in (503, 529)
+        assert (await http.get(path)).status_code == 200
+
+
+async def test_pins(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>", store=STORE) as server, server.http() as http:
+        path = await begin(http)
+        session = path.rsplit("/", 1)[1]
+        pinned = (await http.post(f"{path}/pin")).json()
+        assert (await http.get(path)).json()["summary"]["pinned"] is True
+        unpinned = (await http.post(f"{path}/unpin")).json()
+        assert (await http.get(path)).json()["summary"]["pinned"] is False
+        commands = server.worker.commands
+        assert (await http.post("/v1/sessions/none/pin")).status_code == 404
+        assert (await http.get(f"{path}/pin")).status_code == 405
+    assert pinned == {"id": session, "pinned": True, "checkpoints": 2.0}
+    assert unpinned == {"id": session, "pinned": False, "checkpoints": 2.0}
+    assert commands == [("store_pin", {"session": session}), ("store_unpin", {"session": session})]
+
+
+async def test_a_session_moves_by_its_archive(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>") as server, server.http() as http:
+        path = await begin(http)
+        shown = (await http.get(path)).json()
+        archive = (await http.get(f"{path}/export")).content
+        await http.delete(path)
+        taken = await http.post("/v1/sessions/import", content=archive)
+        again = (await http.get(path)).json()
+        damaged = await http.post("/v1/sessions/import", content=archive.replace(b"generic", b"another"))
+        no_text = await http.post("/v1/sessions/import", content=b"\xff\xfe")
+        assert server.worker.commands == []
+    assert (taken.status_code, taken.json()) == (200, {"id": path.rsplit("/", 1)[1]})
+    assert again["requests"] == shown["requests"] and again["branches"] == shown["branches"]
+    assert damaged.status_code == no_text.status_code == 400
+    assert "checksum" in damaged.text
+
+
+async def test_other_keys_have_no_part_in_it(family: Family) -> None:
+    one, two = KEYS
+    async with serving(family, "Hi<|im_end|>", store=STORE, api_keys=("one", "two")) as server, server.http() as http:
+        path = await begin(http, **one)
+        archive = (await http.get(f"{path}/export", headers=one)).content
+        for method, what in (("DELETE", ""), ("POST", "/pin"), ("POST", "/unpin"), ("GET", "/export")):
+            assert (await http.request(method, path + what, headers=two)).status_code == 404
+        stolen = await http.post("/v1/sessions/import", content=archive, headers=two)
+        everything = await http.post("/v1/store/forget", json={"all": True}, headers=one)
+        assert (await http.get(path, headers=one)).status_code == 200
+        assert server.worker.commands == []
+    assert (stolen.status_code, everything.status_code) == (400, 403)
+    assert "another API key" in stolen.text and "one by one" in everything.text
+
+
+async def test_the_store(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>", store=STORE) as server, server.http() as http:
+        path = await begin(http)
+        stat = (await http.get("/v1/store")).json()
+        assert (stat["directory"], stat["extents"]) == (str(STORE), 7.0)
+        for action in ("verify", "gc"):
+            assert (await http.post(f"/v1/store/{action}")).json()["ok"] is True
+        for body in ({}, {"all": False}, {"all": True, "session": "x"}, []):
+            assert (await http.post("/v1/store/forget", json=body)).status_code == 400
+        gone = await http.post("/v1/store/forget", json={"all": True})
+        assert (await http.get(path)).status_code == 404
+        unknown = await http.post("/v1/store/burn")
+        names = [name for name, _ in server.worker.commands]
+        await server.client.close()
+        assert (await http.get("/v1/store")).status_code == 503
+    assert (gone.json()["sessions"], gone.json()["forgotten"]) == (1, 3.0)
+    assert names == ["store_stat", "store_verify", "store_gc", "store_forget", "store_gc"]
+    assert unknown.status_code == 404 and "verify, gc and forget" in unknown.text
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/store"), ("POST", "/v1/store/verify")])
+async def test_no_store(family: Family, method: str, path: str) -> None:
+    async with serving(family) as server, server.http() as http:
+        answer = await http.request(method, path)
+    assert answer.status_code == 404 and "--no-store" in answer.text
