@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launchers import ctl, serve_options
 from launchers.agents import claude, codex
@@ -63,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_launch(commands)
     add_demo(commands)
     add_ctl(commands)
+    add_sessions(commands)
+    add_store(commands)
     add_engine_command(
         commands,
         "checkpoint",
@@ -245,6 +247,86 @@ def run_ctl(options: argparse.Namespace, _: Sequence[str]) -> int:
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="where the server is (default: %(default)s)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key the server wants")
+
+
+# -- sessions, store --------------------------------------------------------------------------------------------------
+
+
+def add_sessions(commands: Commands[argparse.ArgumentParser]) -> None:
+    lines = ("ft sessions list", "ft sessions show 3fa2", "ft sessions export 3fa2 session.jsonl")
+    parser = add_command(commands, "sessions", "what each conversation reused, and what is kept of it", *lines)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    act: Callable[[Any, argparse.Namespace], int]
+    for name, summary, wants, act in (
+        ("list", "all sessions, the most recent first", "", lambda all, _: all.list()),
+        ("show", "its requests: what was reused, and why something was not", "id", lambda all, o: all.show(o.id)),
+        (
+            "export",
+            "write one to a file, for a server of the same model",
+            "id file",
+            lambda all, o: all.export(o.id, o.file),
+        ),
+        ("import", "take one in", "file", lambda all, o: all.take_in(o.file)),
+        ("pin", "keep one, whatever its age", "id", lambda all, o: all.pin(o.id)),
+        ("unpin", "keep one no longer than others", "id", lambda all, o: all.unpin(o.id)),
+        ("forget", "delete one, from memory and from disk", "id", lambda all, o: all.forget(o.id)),
+    ):
+        line = " ".join(["ft sessions", name, *("3fa2" if one == "id" else "session.jsonl" for one in wants.split())])
+        action = add_command(actions, name, summary, line, f"{line} --url http://127.0.0.1:9000")
+        if "id" in wants:
+            action.add_argument("id", metavar="ID", help="a session's id, or the start of it")
+        if "file" in wants:
+            action.add_argument("file", type=Path, metavar="FILE", help="- for standard input or output")
+        add_server_options(action)
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(handler=run_sessions, act=act)
+
+
+def run_sessions(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from launchers.sessions_cmd import Sessions
+
+    act: Callable[[Sessions, argparse.Namespace], int] = options.act
+    return act(Sessions(options.url, first_key(options.api_key_file), options.json), options)
+
+
+def add_store(commands: Commands[argparse.ArgumentParser]) -> None:
+    lines = ("ft store stat", "ft store verify", "ft store forget --all")
+    more = "A running server is asked to do it; else it is done on the directory."
+    parser = add_command(commands, "store", "look after what is kept on disk", *lines, more=more)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    act: Callable[[Any], int]
+    for name, summary, act in (
+        ("stat", "how much is stored, by model", lambda store: store.stat()),
+        ("verify", "read everything, and say what is damaged (exit code 1)", lambda store: store.verify()),
+        ("rebuild", "make the index anew from what is stored; while no server runs", lambda store: store.rebuild()),
+        ("gc", "free what is no longer worth keeping", lambda store: store.collect()),
+        ("forget", "delete everything, with all sessions", lambda store: store.forget()),
+    ):
+        line = f"ft store {name}{' --all' if name == 'forget' else ''}"
+        action = add_command(actions, name, summary, line, f"{line} --store /mnt/fast/ft")
+        if name == "forget":
+            action.add_argument("--all", action="store_true", required=True, help="everything is what you mean")
+        action.add_argument(
+            "--store", type=Path, metavar="DIR", default=serve_options.default_store(),
+            help="folder of the store (default: %(default)s)",
+        )  # fmt: skip
+        action.add_argument("--store-key-file", type=Path, metavar="FILE", help="what an encrypted store was given")
+        action.add_argument("--url", help=f"the server to ask, whatever its store (default: {DEFAULT_URL})")
+        action.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key the server wants")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(handler=run_store, act=act)
+
+
+def run_store(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from launchers.store_cmd import Store
+
+    try:
+        key = options.store_key_file.read_bytes() if options.store_key_file else None
+    except OSError as error:
+        raise ServerProblem(f"cannot read the store's key ({error}): check --store-key-file") from error
+    store = Store(options.store, key, options.url, first_key(options.api_key_file), options.json)
+    act: Callable[[Store], int] = options.act
+    return act(store)
 
 
 # -- commands of the engine -------------------------------------------------------------------------------------------

@@ -53,12 +53,48 @@ def first_key(path: Path | None) -> str:
 
 def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> dict[str, Any]:
     """GET a JSON object; ``any_status`` accepts error statuses too. Raises ServerProblem."""
+    try:
+        response = _exchange("GET", url, path, api_key)
+        body = response.json()
+    except ValueError as error:
+        raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
+    if not isinstance(body, dict) or (response.is_error and not any_status):
+        raise ServerProblem(
+            f"{url}{path} answered {response.status_code} ({response.text[:200]}): if this is ft, look at its log; "
+            "else name the right address with --url http://HOST:PORT"
+        )
+    return body
+
+
+def ask(
+    method: str,
+    url: str,
+    path: str,
+    api_key: str = "",
+    *,
+    json: object = None,
+    content: bytes | None = None,
+    timeout: float | None = TIMEOUT_SECONDS,
+) -> httpx.Response:
+    """The answer to a request that succeeded. Raises ServerProblem, with the server's own words where it refused."""
+    response = _exchange(method, url, path, api_key, timeout=timeout, json=json, content=content)
+    if response.is_error:
+        try:
+            words = str(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            words = f"{url}{path} answered {response.status_code}: name the right address with --url http://HOST:PORT"
+        raise ServerProblem(words)
+    return response
+
+
+def _exchange(
+    method: str, url: str, path: str, api_key: str, *, timeout: float | None = TIMEOUT_SECONDS, **body: Any
+) -> httpx.Response:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         # trust_env=False: a proxy named in the environment must not stand between two programs of one machine.
-        with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
-            response = client.get(f"{url.rstrip('/')}{path}", headers=headers)
-        body = response.json()
+        with httpx.Client(trust_env=False, timeout=timeout) as client:
+            response = client.request(method, f"{url.rstrip('/')}{path}", headers=headers, **body)
     except httpx.InvalidURL as error:
         raise ServerProblem(f"{url} is not a URL ({error}): write --url http://HOST:PORT") from error
     except httpx.UnsupportedProtocol as error:
@@ -68,16 +104,9 @@ def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> 
             f"no server answers at {url} ({error or type(error).__name__}): start one with `ft serve`, "
             "or name another with --url http://HOST:PORT"
         ) from error
-    except ValueError as error:
-        raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
     if response.status_code == 401:
         raise ServerProblem(f"{url} wants an API key: name the file that holds it with --api-key-file FILE")
-    if not isinstance(body, dict) or (response.is_error and not any_status):
-        raise ServerProblem(
-            f"{url}{path} answered {response.status_code} ({response.text[:200]}): if this is ft, look at its log; "
-            "else name the right address with --url http://HOST:PORT"
-        )
-    return body
+    return response
 
 
 def find_server(url: str, api_key: str = "") -> RunningServer:

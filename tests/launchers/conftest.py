@@ -14,17 +14,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 class FakeServer:
-    """Answers GET requests from ``answers`` (path -> status and body) and keeps the headers it was sent."""
+    """Answers requests from ``answers`` (path -> status and body) and keeps the headers and bodies it was sent."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {
             "/v1/models": (200, {"data": [{"id": "local-moe", "context_length": 65536}]}),
         }
         self.headers: list[dict[str, str]] = []
+        self.asked: list[tuple[str, str, bytes]] = []
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+                fake.asked.append((self.command, self.path, sent))
                 fake.headers.append({name.lower(): value for name, value in self.headers.items()})
                 status, body = fake.answers.get(self.path, (404, {}))
                 payload = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -32,6 +35,8 @@ class FakeServer:
                 self.send_header("content-length", str(len(payload)))
                 self.end_headers()
                 self.wfile.write(payload)
+
+            do_POST = do_DELETE = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -31,6 +31,10 @@ COMMANDS = [
     ["ctl"],
     ["ctl", "health"],
     ["ctl", "stats"],
+    ["sessions"],
+    *(["sessions", action] for action in ("list", "show", "export", "import", "pin", "unpin", "forget")),
+    ["store"],
+    *(["store", action] for action in ("stat", "verify", "rebuild", "gc", "forget")),
     ["checkpoint"],
     ["bench"],
 ]
@@ -91,8 +95,9 @@ def settings(*arguments: str) -> ServeSettings:
     return serve_options.settings(build_parser().parse_args(["serve", *arguments]))
 
 
-def test_serve_without_flags_keeps_every_default() -> None:
-    assert settings() == ServeSettings()
+def test_serve_without_flags_keeps_every_default(home: Path) -> None:
+    assert settings() == ServeSettings(store=home / ".local/state/ft/store")
+    assert settings("--no-store") == ServeSettings()
     assert f"http://{ServeSettings().host}:{ServeSettings().port}" == DEFAULT_URL
 
 
@@ -102,7 +107,8 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         f"--model m --model-name n --family hermes --context-length 4096 --max-output-tokens 9 --script s --host ::1 "
         f"--port 0 --api-key-file {tmp_path / 'keys'} --ready-file r --cache c --runtime-dir d --kv-bytes 1.5g "
         "--checkpoint-bytes 512MiB --max-sequences 3 --max-sessions 4 --queue 5 --dtype float32 --kernels reference "
-        "--instruction-set scalar --threads 2 --chunk-tokens 128"
+        "--instruction-set scalar --threads 2 --chunk-tokens 128 --store s --store-quota 1t --store-daily-writes 5g "
+        "--store-key-file k --host-cache 1m --no-idle-prefill"
     )
     assert settings(*line.split()) == ServeSettings(
         model=Path("m"),
@@ -127,6 +133,12 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         instruction_set="scalar",
         threads=2,
         chunk_tokens=128,
+        store=Path("s"),
+        store_quota=1 << 40,
+        store_daily_writes=5 << 30,
+        store_key_file=Path("k"),
+        host_cache=1 << 20,
+        idle_prefill=False,
     )
 
 
