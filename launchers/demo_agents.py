@@ -20,16 +20,19 @@ MODEL = "local-moe"
 KEY = "ft-local"
 MAX_TOKENS = 512
 GREEDY = {"temperature": 0.0}
+SOURCES = ("device", "host", "disk", "replayed", "new")
 SDK_ERRORS = (anthropic.AnthropicError, openai.OpenAIError)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request: its prompt's tokens by where they came from, and the seconds to the first token of its answer."""
+    """One request: its prompt's tokens by where they came from (``stored``: memory of the store, or disk), and the
+    seconds to the first token of its answer."""
 
     protocol: str
     name: str
-    resumed: int
+    device: int
+    stored: int
     replayed: int
     new: int
     cause: str
@@ -37,12 +40,7 @@ class Row:
 
     @property
     def prompt(self) -> int:
-        return self.resumed + self.replayed + self.new
-
-    @property
-    def counted(self) -> bool:
-        """State that died with a worker is kept nowhere yet, so computing it again is shown, but not counted."""
-        return self.cause != "worker_restart"
+        return self.device + self.stored + self.replayed + self.new
 
 
 Record = Callable[[Row], None]
@@ -65,8 +63,8 @@ class Stopwatch:
         self._begun = True
         seconds = time.monotonic() - self._start
         reuse = dict(part.strip().split("=", 1) for part in headers["x-ft-reuse"].split(","))
-        resumed, replayed, new = (int(reuse[name]) for name in ("resumed", "replayed", "new"))
-        self._record(Row(self._protocol, self._name, resumed, replayed, new, reuse["cause"], seconds))
+        device, host, disk, replayed, new = (int(reuse[name]) for name in SOURCES)
+        self._record(Row(self._protocol, self._name, device, host + disk, replayed, new, reuse["cause"], seconds))
 
 
 def anthropic_client(url: str) -> anthropic.Anthropic:

@@ -84,7 +84,7 @@ def requests(server: ChildServer, workspace: Workspace, record: Record) -> float
     agent.step("first request")
     agent.step("tool output")
     agent.drop_thinking()
-    agent.step("client cuts thinking")
+    agent.step("thinking cut")
     agent.step("long tool output")
     agent.step("tool output")
     agent.step("tool output")
@@ -94,7 +94,7 @@ def requests(server: ChildServer, workspace: Workspace, record: Record) -> float
     agent.step("tool output")
     agent.clear_outputs(keep=1)
     agent.user("Which files did you change?")
-    agent.step("client clears outputs")
+    agent.step("outputs cleared")
 
     other = OpenAIAgent(server.url, workspace, record)
     other.responses("Review stats.py.", ["first request", "tool output"])
@@ -109,7 +109,8 @@ def requests(server: ChildServer, workspace: Workspace, record: Record) -> float
 
 
 def kill_during(server: ChildServer, agent: MessagesAgent) -> float:
-    """Kill the worker when a request's answer begins; the seconds until its stream said so."""
+    """After a pause, kill the worker when a request's answer begins; the seconds until its stream said so."""
+    server.wait_until_stored()
     killed = 0.0
 
     def kill() -> None:
@@ -128,16 +129,20 @@ def kill_during(server: ChildServer, agent: MessagesAgent) -> float:
 def check_counters(server: ChildServer) -> None:
     """Counters that must be 0 whatever happens."""
     stats = server.get("/v1/stats")
-    for room, name in (("server", "script_misses"), ("sessions", "misses_without_cause")):
+    for room, name in (
+        ("server", "script_misses"),
+        ("sessions", "misses_without_cause"),
+        ("engine", "restored_unused"),
+    ):
         if value := stats[room][name]:
             raise DemoError(f"{name} is {value} and must be 0")
 
 
 def table(rows: list[Row]) -> Table:
     """Narrow enough for 80 columns."""
-    shown = Table(box=None, padding=(0, 1, 0, 0))
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("request", no_wrap=True)
-    for name in ("prompt", "resumed", "replayed", "new"):
+    for name in ("prompt", "device", "stored", "replayed", "new"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("cause", no_wrap=True)
     shown.add_column("TTFT", justify="right", no_wrap=True)
@@ -146,27 +151,26 @@ def table(rows: list[Row]) -> Table:
         if row.protocol != protocol:
             protocol = row.protocol
             shown.add_row(protocol, style="bold")
-        numbers = (f"{n:,}" for n in (row.prompt, row.resumed, row.replayed, row.new))
-        shown.add_row(f"  {row.name}", *numbers, row.cause, f"{row.ttft:.2f} s")
+        numbers = (f"{n:,}" for n in (row.prompt, row.device, row.stored, row.replayed, row.new))
+        shown.add_row(f"  {row.name}", *numbers, row.cause, f"{row.ttft:.2f}s")
     return shown
 
 
 def verdict(console: Console, rows: list[Row], seconds: float) -> int:
     """Amplification, and whether it is small enough."""
-    counted = [row for row in rows if row.counted]
-    new = sum(row.new for row in counted)
-    computed = new + sum(row.replayed for row in counted)
+    new = sum(row.new for row in rows)
+    computed = new + sum(row.replayed for row in rows)
     amplification = computed / new
     console.print(
-        f"{sum(row.prompt for row in counted):,} prompt tokens, {computed:,} computed, {new:,} of them new:\n"
+        f"{sum(row.prompt for row in rows):,} prompt tokens, {computed:,} computed, {new:,} of them new:\n"
         f"amplification {amplification:.3f}, at most {MAX_AMPLIFICATION:.2f} is allowed."
     )
     console.print(
         "New: what lies behind the longest prefix ever computed. Where thinking is stripped from the past or a\n"
         "client edits it, all that follows reads differently to the model and is new (next user turn, above);\n"
         "replayed is what was computed before and had to be computed again.\n"
-        f"The stream of the killed worker ended with an error after {seconds:.2f} s; computing its lost state\n"
-        "again (worker_restart) is not counted.",
+        f"The stream of the killed worker ended with an error after {seconds:.2f} s; the next worker went on with\n"
+        "what the store had kept (stored).",
         style="dim",
     )
     return 0 if amplification <= MAX_AMPLIFICATION else 1
