@@ -150,7 +150,7 @@ def timeline(requests: list[dict[str, Any]]) -> Table:
             bar(one, longest),
             f"{one['replayed']:,}",
             f"{one['new']:,}",
-            one["cause"] + ("" if one["complete"] else ", aborted"),
+            one["cause"] + ("" if one["complete"] else ", cut short"),
         )
     return table
 

@@ -43,8 +43,14 @@ class Store:
         models = {one.fingerprint[:16] or one.directory.name: _row(one) for one in found}
         sessions = sum(path.stat().st_size for path in self._sessions.rglob("*") if path.is_file())
         answer: dict[str, Any] = {"directory": str(self.directory), "sessions_bytes": sessions, "models": models}
-        if self.url is not None or self._busy() is not None:
-            answer["server"] = self._ask("GET", "/v1/store")
+        busy = self._busy()
+        if self.url is not None or busy is not None:
+            try:
+                answer["server"] = self._ask("GET", "/v1/store", busy)
+            except ServerProblem as problem:
+                if self.url is not None:
+                    raise
+                self._console.print(f"warning: {problem}", markup=False, soft_wrap=True)
         return self._show(answer)
 
     def verify(self) -> int:
@@ -110,25 +116,26 @@ class Store:
         return {"freed_bytes": freed}
 
     def _here_or_there(self, action: str, here: Callable[[], dict[str, Any]], body: object = None) -> dict[str, Any]:
+        busy: StoreBusy | None = None
         if self.url is None:
             try:
                 with _problems():
                     return here()
-            except StoreBusy:
-                pass
+            except StoreBusy as error:
+                busy = error
         with self._console.status(f"the server is at it: {action}"):
-            return self._ask("POST", f"/v1/store/{action}", body)
+            return self._ask("POST", f"/v1/store/{action}", busy, body)
 
-    def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        """Only of a server that has this very store, unless its address was given."""
+    def _ask(self, method: str, path: str, busy: StoreBusy | None, body: object = None) -> dict[str, Any]:
+        """``busy`` is why; the server has to have this very store then, unless its address was given."""
         url = self.url or DEFAULT_URL
         if self.url is None:
             try:
                 theirs = ask("GET", url, "/v1/store", self.api_key).json()["directory"]
             except ServerProblem as problem:
-                raise ServerProblem(f"{self._busy()}, and {problem}") from problem
+                raise ServerProblem(f"{busy}, and {problem}") from problem
             if Path(theirs) != self.directory.absolute():
-                raise ServerProblem(f"{self._busy()}; the server at {url} has another: name the right one with --url")
+                raise ServerProblem(f"{busy}; the server at {url} has another: name the right one with --url")
         answer: dict[str, Any] = ask(method, url, path, self.api_key, json=body, timeout=None).json()
         return answer
 

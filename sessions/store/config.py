@@ -36,7 +36,8 @@ class StoreConfig:
 
     ``quota_bytes`` bounds all of the directory, ``host_bytes`` the recent payloads kept in RAM, ``queue_bytes`` those
     that wait to be written, ``daily_write_bytes`` what is written per day on average, ``max_extents`` the index in RAM.
-    ``settle_seconds`` is how long checkpoints and partial pages wait, so that only those that survive are written.
+    ``settle_seconds`` is how long checkpoints that are not pinned, and partial pages that hold none that is, wait, so
+    that only those that survive are written; everything else is written within a fraction of a second.
     ``session_states`` is how many checkpoints one session keeps. ``grace_seconds`` protects what other fingerprints
     wrote. ``exact``: the states are bit-exact. ``clock`` gives seconds since the epoch."""
 

@@ -39,6 +39,13 @@ class Ram:
         (self._later if settle else self._now)[entry] = None
         self.queued += entry.size
 
+    def hurry(self, entry: Entry, due: float) -> None:
+        """To be written from ``due`` on, if it waits to settle."""
+        if entry in self._later:
+            del self._later[entry]
+            entry.queued = due
+            self._now[entry] = None
+
     def host(self, entry: Entry) -> None:
         """Keep a payload as the most recent one."""
         if not self.hosts(entry.size):
@@ -97,10 +104,11 @@ class Ram:
 
     def demote(self, entry: Entry) -> None:
         """No longer worth writing, if it still waits."""
-        if entry in self._later:
-            del self._later[entry]
-            self.queued -= entry.size
-            self.host(entry)
+        for line in (self._now, self._later):
+            if entry in line:
+                del line[entry]
+                self.queued -= entry.size
+                self.host(entry)
 
     def candidate(self) -> Entry | None:
         """The least of what waits to settle: neither pinned nor held."""

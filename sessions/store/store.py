@@ -131,7 +131,7 @@ class Store:
             if key is None and any(one.tokens.startswith(tokens) for one in self._core.mirror.sharing(parent, tokens)):
                 return
         about = About(shape, parent, key, tokens, position, exact=self._core.config.exact)
-        if self._put(about, data, settle=key is None):
+        if self._put(about, data, settle=key is None and bool(self._core.config.state_components)):
             with self._core.changed:
                 for one in self._core.mirror.replaced(parent, tokens):
                     if not one.holds:
@@ -150,16 +150,20 @@ class Store:
         session: str,
     ) -> None:
         """Copies ``data`` and returns. One that is known is wanted once more; beyond the number that a session keeps,
-        the one whose loss costs the least goes."""
+        the one whose loss costs the least goes. What is pinned is written at once, with the page it lies in."""
         with self._core.changed:
             known = self._core.mirror.find(Shape.STATE, parent, tail)
             if known is not None:
                 self._renew(known, kind, priority, pinned, session)
+                self._hurry(known)
                 return
         exact = self._core.config.exact
         about = About(Shape.STATE, parent, None, tail, position, kind, priority, pinned, session, exact)
-        if self._put(about, data, settle=True):
+        if self._put(about, data, settle=not pinned):
             with self._core.changed:
+                added = self._core.mirror.find(Shape.STATE, parent, tail)
+                if added is not None:
+                    self._hurry(added)
                 self._thin(session)
 
     def demote(self, parent: bytes, tail: bytes) -> None:
@@ -276,8 +280,9 @@ class Store:
                 return False
             if queue:
                 due = time.monotonic() + (self._core.config.settle_seconds if settle else 0.0)
+                idle = not self._core.ram.waiting
                 self._core.ram.queue(entry, due, settle=settle)
-                if not self._core.ram.pressure(0) < CANDIDATES:
+                if idle or self._core.ram.pressure(0) >= CANDIDATES:
                     self._core.changed.notify_all()
             else:
                 self._core.ram.host(entry)
@@ -308,6 +313,16 @@ class Store:
         self._core.touched.add(known)
         if session != known.session:
             self._core.mirror.move(known, session)
+
+    def _hurry(self, state: Entry) -> None:
+        """A pinned checkpoint and the partial page it lies in do not wait to settle. With the lock."""
+        if not state.pinned:
+            return
+        now = time.monotonic()
+        self._core.ram.hurry(state, now)
+        for page in self._core.mirror.sharing(state.parent, state.tail):
+            if page.tokens.startswith(state.tail):
+                self._core.ram.hurry(page, now)
 
     def _thin(self, session: str) -> None:
         """Keep as many checkpoints of a session as the config says. With the lock."""

@@ -24,7 +24,8 @@ from sessions.store.space import Space
 
 _log = logging.getLogger(__name__)
 GROUP = 0.25
-"""Seconds between commits."""
+"""Seconds between commits, and how long the first of a group waits for the others."""
+_IDLE = 1.0
 BATCH = 64 << 20
 """Bytes per commit."""
 _MAINTENANCE = 30.0
@@ -117,8 +118,10 @@ class Writer:
 
     def _turn(self) -> None:
         with self._core.changed:
-            if self._asked == self._answered:
-                self._core.changed.wait(GROUP if self._core.ram.waiting else GROUP * 4)
+            if self._asked == self._answered and not self._core.ram.waiting:
+                self._core.changed.wait(_IDLE)
+            if self._asked == self._answered and self._core.ram.waiting:
+                self._core.changed.wait(GROUP)
             asked, collect = self._asked, self._collect_asked
         urgent = asked > self._answered
         if self.paused and not urgent:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engine_support import ARCHITECTURES, GREEDY, Anchor, Bench, Outcome, replace, same_bits
 from safetensors.torch import load_file, save_file
+from store_fake import FakeStore
 
 BAD = 7
 ONE = replace(GREEDY, max_tokens=1)
@@ -54,4 +55,17 @@ def test_a_state_without_numbers_is_not_kept(poisoned: Callable[[float], Path], 
     assert all(one.position != 4 for one in bench.memory.checkpoints.all)
     again = bench.ask([4, 5, BAD, 6, 1], ONE)
     assert again.admitted is not None and again.admitted.resumed == 0
+    bench.check()
+
+
+def test_pages_without_numbers_are_not_kept(poisoned: Callable[[float], Path]) -> None:
+    store = FakeStore()
+    bench = Bench(poisoned(float("nan")), store)
+    tokens = [*([1, 2, 3, 4] * 40), BAD, *([4, 5, 6] * 60)]
+    for resumed in (0, 128):
+        failed = bench.ask(tokens, ONE, anchors=(Anchor(128, "user", 9.0, pinned=True),))
+        assert failed.failed is not None and failed.failed.kind == "internal"
+        assert failed.admitted is not None and failed.admitted.resumed == resumed
+    assert sorted(one.position for one in store.extents if not one.state) == [64, 128]
+    assert bench.memory.index.pages == 2 and bench.stats()["pages_not_finite"] > 0
     bench.check()

@@ -98,6 +98,21 @@ def resumable(directory: Path) -> tuple[FakeStore, list[int], Outcome]:
 
 
 @pytest.mark.parametrize("arch", BOTH)
+def test_what_is_read_and_no_number_is_computed_again(tiny: Callable[..., Path], arch: str) -> None:
+    store, tokens, cold = resumable(tiny(arch))
+    for one in store.states_kept:
+        if one.position == 300:
+            one.data = [b"\xff" * len(part) for part in one.data]
+    bench = Bench(tiny(arch), store)
+    outcome = bench.ask(tokens, SHORT, session="s")
+    assert same_bits(outcome.logits, cold.logits) and outcome.tokens == cold.tokens
+    recurrent = arch == "qwen3_5_moe"
+    assert outcome.reuse.resumed == (128 if recurrent else 300)
+    assert bench.stats()["states_not_finite"] == recurrent
+    check(bench, store)
+
+
+@pytest.mark.parametrize("arch", BOTH)
 @pytest.mark.parametrize("damaged", ["tip", "anchor", "both", "first", "second", "fourth", "partial", "all"])
 def test_what_is_corrupt_is_computed_again(tiny: Callable[..., Path], arch: str, damaged: str) -> None:
     store, tokens, cold = resumable(tiny(arch))

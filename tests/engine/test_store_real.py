@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,21 @@ def test_sessions_that_do_not_fit_the_device(tiny: Callable[..., Path], tmp_path
                 assert bench.scheduler.memory.behind.store is not None
                 assert bench.scheduler.memory.behind.store.flush(20.0)
         finish(bench)
+
+
+@pytest.mark.parametrize("arch", BOTH)
+def test_a_turn_is_on_disk_a_second_later(tiny: Callable[..., Path], tmp_path: Path, arch: str) -> None:
+    """Nothing is flushed, and nothing else has settled."""
+    bench = Bench(tiny(arch), partial(opened, tmp_path / "one", settle_seconds=600.0))
+    history = prompt(1, 300)
+    history = [*history, *bench.ask(history, SHORT, session="s").tokens]
+    time.sleep(1.0)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    after = Bench(tiny(arch), partial(opened, tmp_path / "two"))
+    outcome = after.ask([*history, 7], SHORT, session="s")
+    assert (outcome.reuse.disk, outcome.reuse.new) == (302, 2)
+    finish(after)
+    finish(bench)
 
 
 @pytest.mark.parametrize("arch", BOTH)

@@ -143,6 +143,43 @@ def test_killed_a_thousand_times(tmp_path: Path, seed: int) -> None:
     rounds(tmp_path, 50, 100 + seed, quota=(3 << 20) if seed % 2 else (512 << 20), key=key)
 
 
+def test_a_turn_survives_a_kill_a_second_later(tmp_path: Path) -> None:
+    """What is pinned does not wait to settle, nor does the page it lies in, whole or not; what is not pinned does."""
+    pages = chain("turn", PAGES)
+    end, at = pages[-1].key or b"", 64 * PAGES
+    text = tokens("part", 30)
+    other = chain("other", 1)[0].key or b""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            store = open_store(settings(tmp_path, settle_seconds=600.0))
+            time.sleep(0.1)
+            for page in pages:
+                page.put(store)
+            put_state(store, end, text[:80], at + 20, kind="user")
+            Page(end, None, text, at).put(store)
+            put_state(store, end, text, at + 30, kind="tip", pinned=True)
+            put_state(store, other, b"", 64, pinned=False)
+            os.write(writer, b"x")
+            time.sleep(60.0)
+        finally:
+            os._exit(1)
+    assert os.read(reader, 1) == b"x"
+    time.sleep(1.0)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    os.close(reader)
+    os.close(writer)
+    store = open_store(settings(tmp_path))
+    assert [read_page(store, page) for page in pages] == [True] * PAGES
+    (part,) = store.partial(end, text)
+    assert part.tokens == text
+    assert read_state(store, end, text) is True
+    assert read_state(store, end, text[:80]) is None and read_state(store, other, b"") is None
+    store.close()
+
+
 def test_nothing_grows_over_many_kills(tmp_path: Path) -> None:
     """The same sessions again and again: no leftovers."""
     for seed in range(8):
