@@ -444,11 +444,7 @@ class Scheduler:
         self._outbox.append(Done(sequence.request.id, reason, reuse, kept, *times))
 
     def _fail(self, sequence: Sequence, message: str, kind: ErrorKind = "overloaded") -> None:
-<<<<<<< HEAD
         self._release(sequence, useful=kind != "internal")
-=======
-        self._release(sequence, None if kind == "internal" else TIP)
->>>>>>> s5
         self._waste(sequence)
         self._counts["failed"] += 1
         self._outbox.append(Failed(sequence.request.id, kind, message))
@@ -474,14 +470,8 @@ class Scheduler:
             self.memory.give_back(slot)
         sequence.begun.clear()
         sequence.wanted.clear()
-<<<<<<< HEAD
         tip = AHEAD if sequence.request.background else TIP
         if self.memory.close(sequence.lease, sequence.tokens, sequence.fed, tip if useful else None):
-=======
-        if tip is not None and sequence.request.background:
-            tip = AHEAD
-        if self.memory.close(sequence.lease, sequence.tokens, sequence.fed, tip):
->>>>>>> s5
             sequence.kept.add(sequence.fed)
         sequence.lease = None
         self._running.remove(sequence)

@@ -129,17 +129,11 @@ def test_nobody_answers_for_a_store_in_use(
     owned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(store_cmd, "DEFAULT_URL", "http://127.0.0.1:1")
-<<<<<<< HEAD
-    for action in (["stat"], ["verify"], ["gc"], ["forget", "--all"]):
-        code, error = ft(capsys, owned, *action)
-        assert code == 1 and "in use by process" in error and "--url http://HOST:PORT" in error
-=======
     for action in (["verify"], ["gc"], ["forget", "--all"]):
         code, error = ft(capsys, owned, *action)
         assert code == 1 and "in use by process" in error and "--url http://HOST:PORT" in error
     code, stat = ft(capsys, owned, "stat")
     assert code == 0 and set(stat["models"]) == {"model A", "model B"}
->>>>>>> s5
 
 
 def test_everything_has_to_be_meant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,10 +29,7 @@ def serve_store(start: Serve, model: Path, store: Path, **more: Any) -> Served:
 def ask(url: str, text: str = "hello") -> httpx.Response:
     body = chat(url, 40)
     body["json"]["messages"][0]["content"] = text
-<<<<<<< HEAD
-=======
     body["json"]["temperature"] = 0
->>>>>>> s5
     answer = httpx.post(**body)
     assert answer.status_code == 200, answer.text
     return answer
@@ -124,17 +121,6 @@ def test_state_outlives_the_worker_and_is_gone_when_forgotten(real: ChildServer,
     """One session over three workers; another for whatever is not to be forgotten with it."""
     store = tmp_path / "server" / "store"
     mine, other = SECRET * 40, "something else entirely " * 40
-<<<<<<< HEAD
-    for text in (mine, other):
-        ask(real.url, text)
-    real.restart()
-    again = reuse(ask(real.url, mine))
-    assert again["device"] == 0 and again["disk"] > 1000 and again["replayed"] <= 64
-    real.wait_until_stored()
-    real.restart(kill=True)
-    again = ask(real.url, mine)
-    assert reuse(again)["disk"] > 1000 and reuse(again)["replayed"] <= 64
-=======
     said = [ask(real.url, text).json()["choices"] for text in (mine, other)]
     for kill in (False, True):
         real.wait_until_stored()
@@ -142,7 +128,6 @@ def test_state_outlives_the_worker_and_is_gone_when_forgotten(real: ChildServer,
         again = ask(real.url, mine)
         assert again.json()["choices"] == said[0]
         assert reuse(again)["device"] == 0 and reuse(again)["disk"] > 1000 and reuse(again)["replayed"] <= 64
->>>>>>> s5
     stats = real.get("/v1/stats")
     assert stats["engine"]["restored_unused"] == 0 and stats["sessions"]["misses_without_cause"] == 0
 
