@@ -77,8 +77,8 @@ class ChildServer:
         return int(self._state()["worker_pid"])
 
     def wait_until_stored(self) -> None:
-        """A pause in which what was computed reaches the disk; it takes seconds. Raises httpx.HTTPError."""
-        while self.get("/v1/store")["queue_extents"]:
+        """A pause in which all that is to be kept reaches the disk. Raises httpx.HTTPError."""
+        while self.get("/v1/store")["queue_extents"] or self.get("/v1/stats")["sessions"]["persist_waiting"]:
             time.sleep(POLL_SECONDS)
 
     def get(self, path: str) -> Any:

@@ -137,7 +137,7 @@ class Persist:
             "persist_corrupt": self._env.corrupt if self._env else 0,
             "persist_bytes": self._env.bytes if self._env else 0,
             "persist_groups": len(self._env.ages) if self._env else 0,
-            "persist_waiting": len(self._waiting),
+            "persist_waiting": len(self._waiting) + len(self._writing),
         }
 
     def _open(self) -> Environment | None:
