@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
+from engine.memory.keys import PAGE_BYTES, common_tokens
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,16 @@ class History:
         self._checkpoints.setdefault(previous, set()).add(tail)
         self._touch((previous, tail, True))
 
-    def look_up(self, root: bytes, tokens: bytes) -> Known:
-        """How far a prompt was computed before, and where checkpoints lay on the way."""
-        key, start, known = root, 0, 0
+    def look_up(self, keys: Sequence[bytes], tokens: bytes) -> Known:
+        """How far a prompt was computed before, and where checkpoints lay on the way. ``keys``: its ``page_keys``."""
+        known = 0
         seen: list[_Item] = []
         checkpoints: list[int] = []
-        while True:
+        for number, key in enumerate(keys):
+            start = PAGE_BYTES * number
             rest = tokens[start : start + PAGE_BYTES]
             tails = self._checkpoints.get(key, set())
-            for size in range(0, min(len(rest) + 4, PAGE_BYTES) if tails else 0, 4):
+            for size in range(0, min(len(rest) + 4, PAGE_BYTES), 4) if tails else ():
                 if rest[:size] in tails:
                     seen.append((key, rest[:size], True))
                     checkpoints.append((start + size) // 4)
@@ -77,8 +79,6 @@ class History:
                 seen.append((key, page, False))
             if 4 * shared < PAGE_BYTES:
                 break
-            start += PAGE_BYTES
-            key = page_key(key, rest)
         for item in reversed(seen):
             self._touch(item)
         return Known(known, tuple(one for one in checkpoints if one <= known))

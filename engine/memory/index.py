@@ -11,7 +11,7 @@ moves to another when that one goes, and is found by its tokens, whichever branc
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.api import PAGE
@@ -69,12 +69,18 @@ class PageIndex:
         """The node before the first page of a namespace; remembered while it has pages."""
         return self._roots.get(key) or Node(None, b"", -1, key, 0, False)
 
-    def find(self, parent: Node, page: bytes) -> Node | None:
-        """The full page after ``parent`` with exactly these tokens; its key alone is not trusted."""
-        if parent.key is None:
-            return None
-        node = self._by_key.get(page_key(parent.key, page))
-        return node if node is not None and node.parent is parent and node.tokens == page else None
+    def run(self, root: Node, keys: Sequence[bytes], tokens: bytes) -> list[Node]:
+        """The longest run of full pages after ``root`` with exactly these tokens, of which ``keys`` are the keys;
+        those alone are not trusted."""
+        found: list[Node] = []
+        parent = root
+        for start, key in zip(range(0, len(tokens), PAGE_BYTES), keys, strict=False):
+            node = self._by_key.get(key)
+            if node is None or node.parent is not parent or node.tokens != tokens[start : start + PAGE_BYTES]:
+                break
+            found.append(node)
+            parent = node
+        return found
 
     def put(self, parent: Node, tokens: bytes, page: int, side: bool) -> Node | None:
         """The node for these tokens after ``parent``: one that is there already, or a new one that keeps ``page``.

@@ -31,6 +31,15 @@ def page_key(previous: bytes, page: bytes) -> bytes:
     return xxh3_128_digest(previous + page)
 
 
+def page_keys(root: bytes, tokens: bytes) -> list[bytes]:
+    """``root`` and the key after each whole page of ``tokens``."""
+    keys = [root]
+    for start in range(0, len(tokens) - PAGE_BYTES + 1, PAGE_BYTES):
+        root = xxh3_128_digest(root + tokens[start : start + PAGE_BYTES])
+        keys.append(root)
+    return keys
+
+
 def common_tokens(a: bytes, b: bytes) -> int:
     """How many leading tokens two encoded sequences share."""
     size = min(len(a), len(b))

@@ -8,13 +8,14 @@ both have something, the device's is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.api import PAGE, Reuse, WorkerCause
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
-from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
+from engine.memory.keys import PAGE_BYTES, common_tokens, page_keys
 from engine.memory.states import Checkpoint
 from engine.memory.store import PageRef, StateRef, StateStore
 
@@ -54,7 +55,8 @@ def plan(
     """``tokens`` u32 little-endian. At least the last token is left to feed; it counts as new. ``limit``: a position
     not to go beyond."""
     last = len(tokens) // 4 - 1
-    way = _Way(index, store, root, tokens, last if limit is None else min(limit, last))
+    keys = page_keys(root, tokens)
+    way = _Way(index, store, keys, tokens, last if limit is None else min(limit, last))
     tail, shared = way.tail()
     reached = PAGE * way.whole + shared
     if recurrent:
@@ -64,10 +66,11 @@ def plan(
     pages = way.nodes[: position // PAGE]
     stored = way.refs[: position // PAGE - len(pages)]
     partial = partial if position % PAGE else None
-    covered: list[Node | PageRef | None] = [*pages, *stored]
-    tiers = [(_tier(page), PAGE) for page in covered] + [(_tier(partial), position % PAGE)]
-    counts = [sum(count for one, count in tiers if one == tier) for tier in ("device", "host", "disk")]
-    known = history.look_up(root, tokens)
+    tiers = Counter(page.tier for page in stored)
+    counts = {"device": PAGE * len(pages), "host": PAGE * tiers["host"], "disk": PAGE * tiers["disk"]}
+    if partial is not None:
+        counts["device" if isinstance(partial, Node) else partial.tier] += position % PAGE
+    known = history.look_up(keys, tokens)
     divergence = max(position, min(max(known.tokens, reached), last))
     cause: WorkerCause = "none"
     if divergence > position:
@@ -80,48 +83,41 @@ def plan(
         stored=tuple(stored),
         partial=partial,
         checkpoint=checkpoint,
-        reuse=Reuse(counts[0], counts[1], counts[2], divergence - position, last + 1 - divergence, cause),
+        reuse=Reuse(
+            counts["device"], counts["host"], counts["disk"], divergence - position, last + 1 - divergence, cause
+        ),
     )
 
 
 class _Way:
-    """The chain of whole pages of a prompt: ``nodes`` on the device, ``refs`` behind them in the store. ``keys``: of
-    what comes before each page; the last of them leads to no whole page."""
+    """The chain of whole pages of a prompt: ``nodes`` on the device, ``refs`` behind them in the store: ``whole``
+    of them. ``keys``: of what comes before each page."""
 
-    def __init__(self, index: PageIndex, store: StateStore | None, root: bytes, tokens: bytes, limit: int) -> None:
-        self.nodes: list[Node] = []
-        self.refs: list[PageRef] = []
-        self.keys = [root]
+    def __init__(
+        self, index: PageIndex, store: StateStore | None, keys: list[bytes], tokens: bytes, limit: int
+    ) -> None:
+        self.keys = keys
         self._index = index
         self._store = store
         self._tokens = tokens
         self._limit = limit
-        self._first = self._last = index.root(root)
-        while PAGE * len(self.keys) <= limit:
-            found = index.find(self._last, self._page(len(self.nodes)))
-            if found is None or found.key is None:
-                break
-            self.nodes.append(found)
-            self.keys.append(found.key)
-            self._last = found
-        while store is not None and PAGE * len(self.keys) <= limit:
-            page = self._page(self.whole)
-            key = page_key(self.keys[-1], page)
-            ref = store.page(self.keys[-1], key, page)
-            if ref is None:
-                break
-            self.refs.append(ref)
-            self.keys.append(key)
-
-    @property
-    def whole(self) -> int:
-        return len(self.keys) - 1
+        self._first = index.root(keys[0])
+        most = limit // PAGE
+        self.nodes = index.run(self._first, keys[1 : most + 1], tokens)
+        self.refs: Sequence[PageRef] = ()
+        cached = len(self.nodes)
+        if store is not None and cached < most:
+            rest = tokens[PAGE_BYTES * cached : PAGE_BYTES * most]
+            self.refs = store.pages(keys[cached], keys[cached + 1 : most + 1], rest)
+        self.whole = cached + len(self.refs)
 
     def tail(self) -> tuple[Node | PageRef | None, int]:
         """The page after the whole ones that shares the longest start with the prompt, and how many tokens of it."""
         rest = self._page(self.whole)
-        best: tuple[Node | PageRef | None, int] = (None, 0) if self.refs else self._index.closest(self._last, rest)
-        for ref in self._store.partial(self.keys[-1], rest) if self._store is not None and rest else ():
+        best: tuple[Node | PageRef | None, int] = (None, 0)
+        if not self.refs:
+            best = self._index.closest(self._parent(self.whole), rest)
+        for ref in self._store.partial(self.keys[self.whole], rest) if self._store is not None and rest else ():
             shared = common_tokens(ref.tokens, rest)
             if shared > best[1]:
                 best = ref, shared
@@ -166,9 +162,3 @@ class _Way:
     def _page(self, at: int) -> bytes:
         """The prompt's tokens of a page, as far as the limit."""
         return self._tokens[PAGE_BYTES * at : min(PAGE_BYTES * (at + 1), 4 * self._limit)]
-
-
-def _tier(page: Node | PageRef | None) -> str:
-    if page is None:
-        return ""
-    return "device" if isinstance(page, Node) else page.tier

@@ -58,6 +58,9 @@ class StateStore(Protocol):
     def page(self, parent: bytes, key: bytes, tokens: bytes) -> PageRef | None:
         """The whole page with these tokens, also while it is being written."""
 
+    def pages(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> Sequence[PageRef]:
+        """The longest run of whole pages after ``parent`` with these tokens, of which ``keys`` are the keys."""
+
     def partial(self, parent: bytes, rest: bytes) -> Sequence[PageRef]:
         """Pages after ``parent``, whole or not, that begin like ``rest``."""
 

@@ -70,11 +70,8 @@ def look_up(config: StoreConfig, tokens: int = 100_000) -> LookUp:
             start = time.perf_counter()
             keys = hash_chain(root, text)
             hashed = time.perf_counter()
-            parent, at = root, 0
-            for key in keys:
-                if store.page(parent, key, text[at : at + PAGE_BYTES]) is None:
-                    raise RuntimeError("a page was not found")
-                parent, at = key, at + PAGE_BYTES
+            if len(store.pages(root, keys, text)) < len(keys):
+                raise RuntimeError("a page was not found")
             finding.append(time.perf_counter() - hashed)
             hashing.append(hashed - start)
         return LookUp(len(keys), min(hashing), min(finding))

@@ -6,11 +6,14 @@ Measured: 13 MB per million stored tokens (820 bytes per page of 64 tokens, its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from sessions.store.format import About, Place, Shape, aligned
 from sessions.store.payload import Payload
 
+_PAGE = 256
+"""Bytes of a full page's tokens."""
 Key = TypeVar("Key", str, bytes)
 
 
@@ -90,6 +93,21 @@ class Mirror:
         """The full page with this key, if it has exactly these tokens after this parent."""
         entry = self._pages.get(key)
         return entry if entry and entry.tokens == tokens and entry.parent == parent else None
+
+    def run(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> list[Entry]:
+        """The longest run of full pages after ``parent`` with exactly these tokens, of which ``keys`` are the keys."""
+        found: list[Entry] = []
+        get = self._pages.get
+        for key in keys:
+            entry = get(key)
+            if entry is None or entry.parent != parent:
+                break
+            found.append(entry)
+            parent = key
+        if b"".join([one.tokens for one in found]) != tokens[: _PAGE * len(found)]:
+            right = (one.tokens == tokens[_PAGE * at : _PAGE * (at + 1)] for at, one in enumerate(found))
+            del found[list(right).index(False) :]
+        return found
 
     def taken(self, key: bytes) -> bool:
         """Whether some page has this key, whatever its tokens."""

@@ -104,6 +104,11 @@ class Store:
         a dictionary, and prompts have thousands of pages."""
         return self._mirror.page(parent, key, tokens)
 
+    def pages(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> Sequence[Entry]:
+        """The longest run of full pages after ``parent`` with exactly these tokens, of which ``keys`` are the keys."""
+        with self._core.changed:
+            return self._mirror.run(parent, keys, tokens)
+
     def partial(self, parent: bytes, rest: bytes) -> Sequence[Entry]:
         """Pages after ``parent``, partial or full, that share a start with ``rest``."""
         with self._core.changed:

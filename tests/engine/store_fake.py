@@ -67,7 +67,7 @@ class FakeReading:
 class FakeStore:
     """``full``: takes nothing more. ``delay``: for each reading. ``stubborn``: offers again what was corrupt."""
 
-    pages: dict[bytes, Extent] = field(default_factory=dict)
+    by_key: dict[bytes, Extent] = field(default_factory=dict)
     after: dict[bytes, list[Extent]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     delay: int = 0
@@ -86,8 +86,18 @@ class FakeStore:
         return [one for one in self.extents if one.state]
 
     def page(self, parent: bytes, key: bytes, tokens: bytes) -> Extent | None:
-        found = self.pages.get(key)
+        found = self.by_key.get(key)
         return found if found is not None and found.tokens == tokens and found.parent == parent else None
+
+    def pages(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> Sequence[Extent]:
+        found: list[Extent] = []
+        for at, key in enumerate(keys):
+            one = self.page(parent, key, tokens[256 * at : 256 * (at + 1)])
+            if one is None:
+                break
+            found.append(one)
+            parent = key
+        return found
 
     def partial(self, parent: bytes, rest: bytes) -> Sequence[Extent]:
         return [one for one in self.after.get(parent, ()) if not one.state and rest and one.tokens[:4] == rest[:4]]
@@ -96,7 +106,7 @@ class FakeStore:
         return [one for one in self.after.get(parent, ()) if one.state and rest.startswith(one.tokens)]
 
     def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
-        if self.full or (key in self.pages if key is not None else self._covered(parent, tokens)):
+        if self.full or (key in self.by_key if key is not None else self._covered(parent, tokens)):
             return
         for one in self.partial(parent, tokens):
             if one.key is None and not one.holds and tokens.startswith(one.tokens):
@@ -170,13 +180,13 @@ class FakeStore:
         """What another process would find, on disk."""
         for one in self.extents:
             one.holds, one.tier = 0, "disk"
-        return FakeStore(self.pages, self.after)
+        return FakeStore(self.by_key, self.after)
 
     def remove(self, extent: Extent) -> None:
         if extent in self.after.get(extent.parent, ()):
             self.after[extent.parent].remove(extent)
             if extent.key is not None:
-                del self.pages[extent.key]
+                del self.by_key[extent.key]
 
     def _covered(self, parent: bytes, tokens: bytes) -> bool:
         return any(one.tokens.startswith(tokens) for one in self.partial(parent, tokens))
@@ -184,4 +194,4 @@ class FakeStore:
     def _add(self, extent: Extent) -> None:
         self.after.setdefault(extent.parent, []).append(extent)
         if extent.key is not None:
-            self.pages[extent.key] = extent
+            self.by_key[extent.key] = extent

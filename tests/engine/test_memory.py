@@ -7,9 +7,9 @@ import random
 import pytest
 from engine_support import check_memory, pending_slots, prompt
 
-from engine.memory.history import History
+from engine.memory.history import History, Known
 from engine.memory.index import Node
-from engine.memory.keys import common_tokens, encode, page_key, root_key
+from engine.memory.keys import common_tokens, encode, page_key, page_keys, root_key
 from engine.memory.memory import Lease, Memory
 from engine.memory.states import Want
 from engine.sequence import TIP
@@ -116,6 +116,8 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
 def test_a_key_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys that are all alike, tokens decide."""
     monkeypatch.setattr("engine.memory.index.page_key", lambda previous, page: b"same")
+    alike = [b"same"] * 3
+    monkeypatch.setattr("engine.memory.resume.page_keys", lambda root, tokens: [root, *alike])
     store = Bytes()
     memory = Memory(store, "f", pages=20, live=1, checkpoints=0, recurrent=False)
     for seed in (1, 2, 1):
@@ -146,6 +148,10 @@ def test_common_tokens(shared: int) -> None:
     assert common_tokens(encode(a), encode(a[:shared])) == shared
 
 
+def look_up(history: History, root: bytes, tokens: bytes) -> Known:
+    return history.look_up(page_keys(root, tokens), tokens)
+
+
 def test_history_knows_what_was_computed_and_forgets_the_oldest() -> None:
     root, tokens = root_key("f", ""), prompt(1, 200)
     history = History(limit=6)
@@ -156,13 +162,13 @@ def test_history_knows_what_was_computed_and_forgets_the_oldest() -> None:
         key = page_key(key, page)
     history.add_page(key, encode(tokens[192:197]))
     history.add_checkpoint(key, encode(tokens[192:195]))
-    known = history.look_up(root, encode([*tokens[:196], 999, 999]))
+    known = look_up(history, root, encode([*tokens[:196], 999, 999]))
     assert known.tokens == 196 and known.checkpoints == (195,)
-    assert history.look_up(root, encode(tokens[:100])).tokens == 100
-    assert history.look_up(root, encode([999])).tokens == 0
+    assert look_up(history, root, encode(tokens[:100])).tokens == 100
+    assert look_up(history, root, encode([999])).tokens == 0
     for other in range(6):
         history.add_page(root_key("g", str(other)), encode([1]))
-    assert history.look_up(root, encode(tokens)).tokens < 196
+    assert look_up(history, root, encode(tokens)).tokens < 196
 
 
 def test_history_holds_no_more_than_its_limit_however_flat_it_is() -> None:
@@ -172,10 +178,10 @@ def test_history_holds_no_more_than_its_limit_however_flat_it_is() -> None:
         tokens = encode(prompt(seed, 30))
         history.add_page(root, tokens)
         history.add_checkpoint(root, tokens[:80])
-        assert history.look_up(root, tokens + encode([1])).tokens == 30
+        assert look_up(history, root, tokens + encode([1])).tokens == 30
     assert len(history) == 50
-    assert history.look_up(root, encode(prompt(199, 40))).checkpoints == (20,)
-    assert history.look_up(root, encode(prompt(0, 40))).tokens == 0
+    assert look_up(history, root, encode(prompt(199, 40))).checkpoints == (20,)
+    assert look_up(history, root, encode(prompt(0, 40))).tokens == 0
 
 
 def test_history_agrees_with_a_list_of_all_that_was_computed() -> None:
@@ -186,7 +192,7 @@ def test_history_agrees_with_a_list_of_all_that_was_computed() -> None:
         stem = rng.choice(computed)[: rng.randint(0, 200)] if computed else []
         tokens = stem + [rng.randint(0, 2) for _ in range(rng.randint(1, 100))]
         best = max((common_tokens(encode(one), encode(tokens)) for one in computed), default=0)
-        assert history.look_up(root, encode(tokens)).tokens == best
+        assert look_up(history, root, encode(tokens)).tokens == best
         key = root
         for at in range(0, len(tokens), 64):
             page = encode(tokens[at : at + 64])

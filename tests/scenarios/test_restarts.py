@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,11 @@ class Lossy:
     def page(self, parent: bytes, key: bytes, tokens: bytes) -> PageRef | None:
         ref = self.inner.page(parent, key, tokens)
         return None if ref is not None and ref.position == PAGE * self.lose_page else ref
+
+    def pages(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> list[PageRef]:
+        return list(
+            takewhile(lambda ref: ref.position != PAGE * self.lose_page, self.inner.pages(parent, keys, tokens))
+        )
 
     def states(self, parent: bytes, rest: bytes) -> list[StateRef]:
         limit = self.lose_states

@@ -122,6 +122,28 @@ def test_a_state_is_wanted_once_more(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_run_of_pages_ends_where_anything_differs(tmp_path: Path) -> None:
+    store = open_store(settings(tmp_path))
+    pages, other = chain("a", 5), chain("b", 5)
+    for page in (*pages[:4], *other):
+        page.put(store)
+    keys, text = [page.key or b"" for page in pages], b"".join(page.text for page in pages)
+
+    def found(parent: bytes, keys: list[bytes], text: bytes) -> list[bytes]:
+        return [one.tokens for one in store.pages(parent, keys, text)]
+
+    assert found(ROOT, keys, text) == [page.text for page in pages[:4]]
+    assert found(ROOT, keys[:2], text) == [page.text for page in pages[:2]]
+    assert found(keys[1], keys[2:], text[512:]) == [page.text for page in pages[2:4]]
+    assert found(keys[0], keys, text) == found(b"?" * 16, keys, text) == found(ROOT, [], text) == []
+    assert found(ROOT, [*keys[:2], other[2].key or b"", keys[3]], text) == [page.text for page in pages[:2]]
+    for at in range(4):
+        wrong = bytearray(text)
+        wrong[256 * at + 40] ^= 1
+        assert found(ROOT, keys, bytes(wrong)) == [page.text for page in pages[:at]]
+    store.close()
+
+
 def test_what_is_demoted_before_it_settles_is_not_written(tmp_path: Path) -> None:
     store = open_store(settings(tmp_path, settle_seconds=60.0))
     put_state(store, ROOT, b"", 0, pinned=True)
