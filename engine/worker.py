@@ -55,7 +55,9 @@ FLUSH_SECONDS = 10.0
 BUSY_SECONDS = 10.0
 """How long to wait for a store that another process, most likely one that is ending, still owns."""
 
-_ORPHAN_SECONDS = 15.0
+_ORPHAN_SECONDS = 10.0
+"""How long the engine of an orphan may take to come to a stop: to end its step. Then it has its time to flush."""
+_CLOSE_SECONDS = FLUSH_SECONDS + 5.0
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
@@ -270,6 +272,7 @@ def main(argv: Sequence[str] | None = None, make_scheduler: MakeScheduler = load
     finally:
         endpoint.close()
     if code != EXIT_ENGINE:
+        parent.stopped()
         scheduler.close(FLUSH_SECONDS)
     return code
 
@@ -279,10 +282,15 @@ class _Lifeline:
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
+        self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="parent watch", daemon=True).start()
 
     def on_loss(self, stop: Callable[[], None]) -> None:
         self._stop = stop
+
+    def stopped(self) -> None:
+        """The engine has come to a stop; what is left is to write what the store must keep."""
+        self._stopped.set()
 
     def _watch(self) -> None:
         try:
@@ -292,7 +300,8 @@ class _Lifeline:
             pass
         if self._stop is not None:
             self._stop()
-            time.sleep(_ORPHAN_SECONDS)
+            if self._stopped.wait(_ORPHAN_SECONDS):
+                time.sleep(_CLOSE_SECONDS)
         os._exit(EXIT_ORPHAN)
 
 

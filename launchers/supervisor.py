@@ -30,7 +30,7 @@ PINGS = 6
 """So many must go unanswered, one after the other: a stop of our own process costs one of them, not the worker."""
 MAX_BACKOFF_SECONDS = 8.0
 """Well below the time that requests wait for a worker."""
-STOP_SECONDS = 20.0
+STOP_SECONDS = 27.0
 """More than a worker takes to write what its store must keep, and to end by itself when it cannot."""
 _STATUS_LIMIT = 1 << 20
 

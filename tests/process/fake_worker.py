@@ -2,7 +2,8 @@
 
 The first prompt token chooses what goes wrong: ``BOOM`` raises in a step, ``DIE`` ends the process in the middle of
 one, ``SLOW`` makes one take ``SLOW_SECONDS``. The name of the model chooses what goes wrong at load: ``unservable``,
-``crash``, ``hang``; a file named ``once`` loads the first time only.
+``crash``, ``hang``; a file named ``once`` loads the first time only. With ``flush``, ending takes longer than an
+orphan's engine may take to stop.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from engine import worker
 from engine.api import (
     Admin,
     AdminReply,
@@ -34,6 +36,7 @@ VOCAB = 250
 CONTEXT = 200_000
 BOOM, DIE, SLOW = 900_001, 900_002, 900_003
 SLOW_SECONDS = 1.5
+ORPHAN_SECONDS, FLUSH_SECONDS = 0.3, 0.6
 
 
 def token_at(prompt: tuple[int, ...], index: int) -> int:
@@ -110,7 +113,9 @@ class FakeScheduler:
         return work
 
     def close(self, timeout: float) -> None:
-        pass
+        if Path(self._config.model).name == "flush":
+            time.sleep(FLUSH_SECONDS)
+            Path(self._config.model).touch()
 
     def stats(self) -> Stats:
         return Stats({"running": len(self._running), "waiting": len(self._waiting), "aborted": self._aborted})
@@ -123,6 +128,8 @@ def make_scheduler(config: EngineConfig, progress: Progress) -> FakeScheduler:
         raise Unservable("shard 2 of 3\nis missing")
     if fault == "crash":
         sys.exit("the loader crashed")
+    if fault == "flush":
+        worker._ORPHAN_SECONDS = ORPHAN_SECONDS
     if fault == "hang":
         time.sleep(600)
     if fault == "once":

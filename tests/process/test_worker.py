@@ -18,7 +18,8 @@ import pytest
 from engine.api import Done, EngineConfig, Failed, Tokens
 from engine.client import EngineClient, EngineError, EngineStream, QueueFull, WorkerUnavailable
 from engine.messages import LoadFailed, config_to_json, encode, parse_status
-from engine.worker import EXIT_ENGINE, EXIT_UNSERVABLE
+from engine.worker import _CLOSE_SECONDS, _ORPHAN_SECONDS, EXIT_ENGINE, EXIT_UNSERVABLE, FLUSH_SECONDS
+from launchers.supervisor import STOP_SECONDS
 from tests.process.fake_worker import BOOM, CONTEXT, DIE, token_at
 from tests.process.support import ENDLESS, FAKE_WORKER, HANG_SECONDS, StartWorker, asked, child_environment, run_async
 
@@ -366,6 +367,18 @@ def test_a_worker_does_not_outlive_its_parent(start_worker: StartWorker) -> None
     worker.process.stdin.close()
     assert worker.process.wait(HANG_SECONDS) == 0
     assert not worker.socket.exists()
+
+
+def test_an_orphan_writes_what_its_store_must_keep(start_worker: StartWorker, tmp_path: Path) -> None:
+    worker = start_worker(str(tmp_path / "flush"))
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+    assert worker.process.wait(HANG_SECONDS) == 0
+    assert (tmp_path / "flush").exists()
+
+
+def test_who_waits_for_a_worker_waits_for_its_store() -> None:
+    assert STOP_SECONDS > _ORPHAN_SECONDS + _CLOSE_SECONDS and _CLOSE_SECONDS > FLUSH_SECONDS
 
 
 def launch(model: str, config: str | None = None) -> subprocess.Popen[bytes]:
