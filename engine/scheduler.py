@@ -131,6 +131,7 @@ class Scheduler:
                 "running": float(len(self._running)),
                 "restoring": float(len(self._restoring)),
                 "waiting": float(len(self._waiting)),
+                "store_unavailable": float(store is None and self._config.store is not None),
                 **gauges,
                 "page_bytes": float(manifest.page_bytes(self._runner.dtype)),
                 "checkpoint_slot_bytes": float(manifest.slot_bytes),

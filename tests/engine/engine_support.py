@@ -53,9 +53,9 @@ class Outcome:
 class Bench:
     """A scheduler with everything it said."""
 
-    def __init__(self, directory: Path, store: Any = None, **config: Any) -> None:
+    def __init__(self, directory: Path, store: Any = None, store_settings: Any = None, **config: Any) -> None:
         defaults: dict[str, Any] = {"kv_bytes": 32 << 20, "checkpoint_bytes": 8 << 20, "threads": 1}
-        self.config = EngineConfig(model=str(directory), **{**defaults, **config})
+        self.config = EngineConfig(model=str(directory), store=store_settings, **{**defaults, **config})
         self.outcomes: dict[str, Outcome] = {}
         engine = load_engine(self.config, lambda *_: None, store if callable(store) else lambda *_: store)
         self.now = 0.0

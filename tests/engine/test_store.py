@@ -10,10 +10,17 @@ import pytest
 from engine_support import GREEDY, Anchor, Bench, Outcome, Sampling, pending_slots, prompt, replace, same_bits
 from store_fake import FakeStore
 
-from engine.api import Admin
+from engine.api import Admin, StoreSettings
 
 SHORT = replace(GREEDY, max_tokens=3)
 BOTH = ("qwen3_5_moe", "qwen3_moe")
+
+
+def test_a_store_that_cannot_be_had_is_told(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    for settings, told in ((None, 0.0), (StoreSettings(str(tmp_path)), 1.0)):
+        assert Bench(tiny("qwen3_moe"), None, store_settings=settings).stats()["store_unavailable"] == told
+    with_one = Bench(tiny("qwen3_moe"), FakeStore(), store_settings=StoreSettings(str(tmp_path)))
+    assert with_one.stats()["store_unavailable"] == 0.0
 
 
 def check(bench: Bench, store: FakeStore) -> None:
