@@ -51,6 +51,8 @@ class Store:
                 if self.url is not None:
                     raise
                 self._console.print(f"warning: {problem}", markup=False, soft_wrap=True)
+        if self.url is not None and answer["server"].get("directory") != str(self.directory):
+            answer = {"server": answer["server"]}  # it has another store than the one whose folder was looked at
         return self._show(answer)
 
     def verify(self) -> int:
