@@ -54,7 +54,7 @@ def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
     """The rows of the table, and the seconds from the worker's death to the error that its client saw."""
     console.print("\nAn agent session: real requests and tools; what the model says is scripted.", style="bold")
     console.print(
-        "It runs on a tiny random-weight model with recurrent state (the kind that cannot be rewound),\n"
+        "It runs on a tiny random-weight model with recurrent state (the kind that cannot be rewound), "
         "so the times are those of the server, not of a useful model.",
         style="dim",
     )
@@ -166,10 +166,10 @@ def verdict(console: Console, rows: list[Row], seconds: float) -> int:
         f"amplification {amplification:.3f}, at most {MAX_AMPLIFICATION:.2f} is allowed."
     )
     console.print(
-        "New: what lies behind the longest prefix ever computed. Where thinking is stripped from the past or a\n"
-        "client edits it, all that follows reads differently to the model and is new (next user turn, above);\n"
+        "New: what lies behind the longest prefix ever computed. Where thinking is stripped from the past or a "
+        "client edits it, all that follows reads differently to the model and is new (next user turn, above); "
         "replayed is what was computed before and had to be computed again.\n"
-        f"The stream of the killed worker ended with an error after {seconds:.2f} s; the next worker went on with\n"
+        f"The stream of the killed worker ended with an error after {seconds:.2f} s; the next worker went on with "
         "what the store had kept (stored).",
         style="dim",
     )
