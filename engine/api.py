@@ -12,7 +12,7 @@ PAGE = 64
 """Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-WorkerCause = Literal["none", "no_anchor", "evicted", "corrupt", "fingerprint"]
+WorkerCause = Literal["none", "no_anchor", "evicted", "corrupt"]
 ErrorKind = Literal["context_length", "invalid", "overloaded", "worker_lost", "internal"]
 
 

@@ -28,7 +28,6 @@ Cause = Literal[
     "no_anchor",
     "evicted",
     "worker_restart",
-    "fingerprint",
     "corrupt",
 ]
 
@@ -124,12 +123,6 @@ def _corrupt(seen: Facts) -> Cause | None:
     return "corrupt" if seen.worker_cause == "corrupt" else None
 
 
-def _foreign(seen: Facts) -> Cause | None:
-    """What is kept was computed by other weights, or in another way."""
-    lost = seen.past is None or seen.forgotten > 0
-    return "fingerprint" if seen.worker_cause == "fingerprint" and lost else None
-
-
 def _side(seen: Facts) -> Cause | None:
     return "side_request" if seen.now.kind == "side" else None
 
@@ -217,7 +210,6 @@ def _changed(seen: Facts) -> Cause | None:
 RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     _corrupt,
     _side,
-    _foreign,
     _first,
     _restarted,
     _appended,

@@ -55,7 +55,6 @@ class WriteBehind:
             if due <= now:
                 self.state(checkpoint)
                 break
-        self.store.tick(now)
 
     def add(self, checkpoint: Checkpoint) -> None:
         """A new checkpoint, to be handed over when it has settled."""

@@ -87,9 +87,6 @@ class StateStore(Protocol):
 
     def release(self, refs: Sequence[PageRef | StateRef]) -> None: ...
 
-    def tick(self, now: float) -> None:
-        """Called between steps. ``now``: seconds since the epoch."""
-
     def stats(self) -> dict[str, float]: ...
 
     def flush(self, timeout: float) -> bool:

@@ -199,9 +199,6 @@ class Store:
             for ref in refs:
                 _entry(ref).holds -= 1
 
-    def tick(self, now: float) -> None:
-        """Nothing to do between steps: the writer has its own clock."""
-
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges."""
         core = self._core

@@ -74,7 +74,6 @@ class FakeStore:
     full: bool = False
     stubborn: bool = False
     reading: int = 0
-    ticks: int = 0
     closed: bool = False
 
     @property
@@ -145,9 +144,6 @@ class FakeStore:
         for ref in refs:
             ref.holds -= 1
             assert ref.holds >= 0
-
-    def tick(self, now: float) -> None:
-        self.ticks += 1
 
     def stats(self) -> dict[str, float]:
         return {"extents": float(len(self.extents))}

@@ -72,10 +72,6 @@ def test_what_only_the_worker_can_know_is_passed_on(past: bool) -> None:
     pasts = (PAST,) if past else ()
     for reuse in (Reuse(0, 0, 1100), Reuse(0, 999, 101)):
         assert explain(facts(NOW, (), pasts, reuse, "corrupt")) == "corrupt"
-    assert explain(facts(NOW, (), pasts, Reuse(0, 0, 1100), "fingerprint")) == "fingerprint"
-    assert explain(seen(NOW, PAST, Reuse(999, 0, 101), "fingerprint")) == "none"
-    side = replace(NOW, kind="side")
-    assert explain(facts(side, (), pasts, Reuse(0, 0, 1100), "fingerprint")) == "side_request"
 
 
 def test_head_changes_are_named_in_the_order_of_the_prompt() -> None:

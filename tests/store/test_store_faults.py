@@ -407,5 +407,4 @@ def test_the_root_key_is_no_page(tmp_path: Path) -> None:
     store = open_store(settings(tmp_path))
     assert store.page(ROOT, ROOT, b"") is None and store.states(ROOT, b"") == [] and store.partial(ROOT, b"") == []
     store.demote(ROOT, b"")
-    store.tick(0.0)
     store.close()
