@@ -1,32 +1,55 @@
 """A model family's wire format as immutable data.
 
 One value describes what the checkpoint's template writes and what the model generates. Small interpreters read it:
-``stream`` (tokens -> events and boundaries), ``render`` (where turns begin and end), ``write`` (blocks -> text) and
-``probe`` (does this format fit the checkpoint?). A new family is a new value; a new class is only needed for a new way
-to spell arguments (a codec).
+``stream`` (tokens -> events and boundaries), ``render`` (where turns begin and end), ``write`` (blocks -> text),
+``grammar`` (tools -> constraint) and ``probe`` (does this format fit the checkpoint?). A new family is a new value; a
+new class is only needed for a new way to spell arguments (a codec).
+
+Every string is exact text; a control token of the vocabulary inside it is that token. White space that the fields
+``inner``, ``first``, ``between`` and ``after`` name is layout: written by ``write``, optional when reading.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much thinking is wanted, over all protocols."""
+EFFORTS: tuple[Effort, ...] = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True)
+class Pair:
+    open: str
+    close: str
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How turns are framed. ``system``, ``user`` and ``assistant`` are headers; ``tools`` opens a turn of tool outputs.
+    """How turns are framed. ``tools`` frames a turn of tool outputs.
 
-    ``end`` closes a turn and is followed by ``tail`` in history. ``stops`` are further tokens that end generation.
-    Every header and ``end`` must begin with a control token of the vocabulary.
+    ``close`` of ``assistant`` is what the model samples to end its turn; it is "" where the header of the next turn
+    does that, which is then one of ``stops`` (further tokens that end generation). ``tail`` stands behind every close
+    in history. ``headless``: texts behind which an assistant turn begins without its header.
     """
 
-    system: str
-    user: str
-    assistant: str
-    tools: str
-    end: str
-    tail: str
+    system: Pair
+    user: Pair
+    assistant: Pair
+    tools: Pair
+    tail: str = ""
     stops: tuple[str, ...] = ()
+    headless: tuple[str, ...] = ()
+
+    @classmethod
+    def framed(
+        cls, system: str, user: str, assistant: str, tools: str, end: str, tail: str = "", stops: tuple[str, ...] = ()
+    ) -> Turns:
+        """Headers with one common end."""
+        headers = (Pair(header, end) for header in (system, user, assistant, tools))
+        return cls(*headers, tail, stops)
 
 
 @dataclass(frozen=True)
@@ -40,31 +63,76 @@ class Think:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A wrapper around visible text."""
+
+    open: str
+    close: str
+    inner: str = ""
+
+
+@dataclass(frozen=True)
+class Json:
+    """The arguments are one JSON object, verbatim. It delimits itself."""
+
+
+@dataclass(frozen=True)
 class JsonCall:
-    """One JSON object per call: ``{"name": ..., "arguments": {...}}``. Arguments are passed through verbatim."""
+    """A call is one JSON object: ``{"name": ..., "arguments": {...}}``. Arguments are passed through verbatim.
+
+    ``many``: a section holds one JSON list of such objects. ``id_key``: the member that carries the call's id.
+    """
 
     names: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
+    many: bool = False
+    id_key: str = ""
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """``head`` NAME ``head_end`` (``open`` KEY ``open_end`` VALUE ``close``)* ``tail``.
+    """``open`` KEY (``key_end`` TYPE) ``open_end`` VALUE ``close``, repeated.
 
-    ``trim`` says what belongs to the layout of a value: one newline on each side, or nothing. The tool's schema says
-    how its text becomes JSON (``parsers.schema``).
+    ``trim`` says what belongs to the layout of a value: one newline on each side, or nothing. Without ``key_end`` the
+    tool's schema says how a value becomes JSON (``parsers.schema``). With it the wire does: TYPE is ``true`` for text
+    and ``false`` for JSON (``typed`` "string"), or the name of a JSON type (``typed`` "type"). ``escapes``: ``&`` and
+    ``"`` in names and keys are escaped as in XML. ``between`` is the layout around parameters. White space inside
+    ``open_end`` is layout too.
     """
 
-    head: str
-    head_end: str
-    tail: str
     open: str
     open_end: str
     close: str
     trim: Literal["newline", "none"] = "newline"
+    key_end: str = ""
+    typed: Literal["", "string", "type"] = ""
+    escapes: bool = False
+    between: str = "\n"
 
 
-Codec = JsonCall | Tagged
+@dataclass(frozen=True)
+class Literals:
+    """``{key:value,...}`` with unquoted keys, strings between ``quote`` and ``quote``, JSON otherwise (Gemma)."""
+
+    quote: str
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Nested elements, one per argument: ``prefix<key>value prefix</key>``; list items are ``item`` (MiniMax-M3)."""
+
+    prefix: str
+    item: str = "item"
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Calls as Python: ``name(key=literal, ...)``. ``many``: in one list; else one call per line."""
+
+    many: bool = True
+
+
+Codec = Json | JsonCall | Tagged | Literals | Elements | PythonCalls
 
 
 @dataclass(frozen=True)
@@ -74,31 +142,90 @@ class Tolerances:
     spelled_opener: bool = True
     """A call opener written in ordinary tokens although the vocabulary has a token for it."""
     bare_head: bool = True
-    """A call without its wrapper (``Tagged`` only)."""
+    """A call without its wrapper, or outside its section."""
     call_in_thinking: bool = True
     """A call opener token ends the thinking."""
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other spellings of a delimiter."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Tool calls. ``first`` and ``between`` are the layout before the first call (after text) and before others."""
+    """Tool calls: ``section.open`` (``open`` ``inner`` header arguments ``tail`` ``inner`` ``close``)* ``section.close``.
+
+    ``header`` names the tool: text with ``{name}`` and at most one of ``{n}`` (the call's number in the conversation,
+    from 0), ``{n1}`` (its number in the message, from 1) and ``{id}`` (its id). What follows the name may be left out
+    when the first parameter or the closer says where it ends. A codec that names the tool itself has no header.
+    ``first`` and ``between`` are the layout before the first call (or section) behind text, and before other calls.
+    ``bare``: an answer that begins like this codec and is nothing but calls is one, without any opener.
+    """
 
     open: str
     close: str
     codec: Codec
+    header: str = ""
+    tail: str = ""
+    section: Pair | None = None
     inner: str = "\n"
     first: str = "\n"
     between: str = "\n"
+    around: str = ""
+    """Layout behind the section's opener and before its closer."""
+    bare: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """One tool output inside a turn of tool outputs: ``lead`` ``open`` text ``close``."""
+    """One tool output inside a turn of tool outputs: ``lead`` ``open`` text ``close``.
+
+    ``open`` may have ``{name}`` and ``{id}``. Without ``open`` each output is a turn of its own.
+    """
 
     lead: str
     open: str
     close: str
     inner: str = "\n"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A message whose header matches ``pattern`` is of this kind; a group ``name`` in it names the tool."""
+
+    pattern: str
+    kind: Literal["thinking", "text", "call"]
+
+
+@dataclass(frozen=True)
+class Frames:
+    """An assistant turn is several messages: ``start`` HEADER ``message`` BODY, ended by one of ``ends``.
+
+    The turn's header is the first ``start``. The first route that matches a header says what the body is; ``final``
+    ends close the turn, the others only the message. ``thinking``, ``text`` and ``call`` are the headers written for
+    each kind, ``{name}`` being the tool.
+    """
+
+    start: str
+    message: str
+    ends: tuple[str, ...]
+    routes: tuple[Route, ...]
+    thinking: str
+    text: str
+    call: str
+    call_end: str
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the template is told. ``always`` holds for every prompt: what keeps earlier prompts a prefix of later ones.
+
+    ``efforts`` are the levels that the family knows; a level between two of them is the next lower one, and one below
+    all of them the lowest.
+    """
+
+    always: Mapping[str, object] = field(default_factory=dict)
+    on: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": True})
+    off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
+    efforts: Mapping[Effort, Mapping[str, object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,32 +236,30 @@ class ToolsText:
     after: str
 
 
+CallIds = Literal["any", "numbered", "nine"]
+"""What call ids must look like in a prompt: anything, ``functions.NAME:N`` counted over the conversation, or nine
+letters and digits."""
+
+
 @dataclass(frozen=True)
 class Format:
-    """A family's whole wire format. ``tools_text`` is set where the template knows nothing of tools."""
+    """A family's whole wire format. ``tools_text`` is set where the template knows nothing of tools, ``encoder`` names
+    the renderer of ours that stands for the template that the checkpoint does not have. ``suffix`` is a pattern for
+    control tokens whose first group is what ``{suffix}`` stands for in this format. ``models`` are examples, for people; ``result_order``: outputs
+    must come in the order of their calls."""
 
     name: str
+    models: tuple[str, ...]
     turns: Turns
-    think: Think | None
     call: Call
     result: Result
+    think: Think | None = None
+    answer: Answer | None = None
+    frames: Frames | None = None
+    switches: Switches = Switches()
+    call_ids: CallIds = "any"
     tolerances: Tolerances = Tolerances()
     tools_text: ToolsText | None = None
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """What ends an assistant turn."""
-        return (self.turns.end, *self.turns.stops)
-
-    @property
-    def delimiters(self) -> tuple[str, ...]:
-        """Everything that separates one part of a generated turn from another."""
-        think = (self.think.open, self.think.close) if self.think else ()
-        return (*self.ends, *think, self.call.open, self.call.close)
-
-    @property
-    def structure(self) -> tuple[str, ...]:
-        """Everything the renderer looks for in rendered text."""
-        turns = self.turns
-        headers = (turns.system, turns.user, turns.assistant, turns.tools)
-        return (*self.delimiters, *headers, self.result.open, self.result.close)
+    encoder: str = ""
+    suffix: str = ""
+    result_order: bool = False

@@ -1,12 +1,12 @@
-"""Hermes: calls as JSON objects between tags (Qwen2.5, Qwen3, Granite 4 and their relatives), in ChatML turns."""
+"""Hermes: calls as JSON objects between tags, in the turns of several model lines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Format, JsonCall, Result, Think, ToolsText, Turns
+from parsers.format import Answer, Call, Format, JsonCall, Pair, Result, Switches, Think, ToolsText, Turns
 
-CHATML_TURNS = Turns(
+CHATML = Turns.framed(
     system="<|im_start|>system\n",
     user="<|im_start|>user\n",
     assistant="<|im_start|>assistant\n",
@@ -18,15 +18,17 @@ CHATML_TURNS = Turns(
 
 HERMES = Format(
     name="hermes",
-    turns=CHATML_TURNS,
+    models=("Qwen2.5", "Qwen3", "SmolLM3"),
+    turns=CHATML,
     think=Think("<think>", "</think>"),
     call=Call("<tool_call>", "</tool_call>", JsonCall()),
     result=Result("\n", "<tool_response>", "</tool_response>"),
 )
 
-CHATML = replace(
+PLAIN = replace(
     HERMES,
     name="chatml",
+    models=("any ChatML checkpoint",),
     think=None,
     tools_text=ToolsText(
         before="## Tools\n\nThese functions can be called, one JSON description per line:\n\n<tools>\n",
@@ -35,3 +37,43 @@ CHATML = replace(
     ),
 )
 """ChatML checkpoints whose template ignores tools: calls are spelled the Hermes way and written by the format."""
+
+GRANITE4 = replace(
+    HERMES,
+    name="granite4",
+    models=("Granite-4.0",),
+    think=None,
+    turns=Turns.framed(
+        system="<|start_of_role|>system<|end_of_role|>",
+        user="<|start_of_role|>user<|end_of_role|>",
+        assistant="<|start_of_role|>assistant<|end_of_role|>",
+        tools="<|start_of_role|>user<|end_of_role|>",
+        end="<|end_of_text|>",
+        tail="\n",
+    ),
+)
+
+LONGCAT = replace(
+    HERMES,
+    name="longcat",
+    models=("LongCat-Flash",),
+    think=Think("<longcat_think>", "</longcat_think>"),
+    call=Call("<longcat_tool_call>", "</longcat_tool_call>", JsonCall()),
+    turns=Turns(
+        system=Pair("SYSTEM:", ""),
+        user=Pair(" USER:", ""),
+        assistant=Pair(" ASSISTANT:", "</longcat_s>"),
+        tools=Pair(" TOOL:", ""),
+    ),
+)
+
+ERNIE = replace(
+    HERMES,
+    name="ernie45",
+    models=("ERNIE-4.5-Thinking",),
+    think=Think("<think>", "</think>", after="\n\n\n"),
+    answer=Answer("<response>", "</response>", inner="\n"),
+    call=Call("<tool_call>", "</tool_call>", JsonCall(), between="\n\n"),
+    result=Result("\n", "<tool_output>", "</tool_output>", inner=""),
+    switches=Switches(),
+)

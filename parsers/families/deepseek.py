@@ -1,0 +1,112 @@
+"""DeepSeek: JSON calls between control tokens (V3, V3.1) and DSML elements (V3.2 and later)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsers.format import Call, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
+
+_BOS = "<｜begin▁of▁sentence｜>"
+_TURNS = Turns(
+    system=Pair("", ""),
+    user=Pair("<｜User｜>", ""),
+    assistant=Pair("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    tools=Pair("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+    headless=("<｜tool▁outputs▁end｜>",),
+)
+_SECTION = Pair("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+V3 = Format(
+    name="deepseek_v3",
+    models=("DeepSeek-V3", "DeepSeek-R1"),
+    turns=_TURNS,
+    call=Call(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        Json(),
+        header="function<｜tool▁sep｜>{name}\n```json\n",
+        tail="\n```",
+        section=_SECTION,
+        inner="",
+        first="",
+    ),
+    result=Result("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", inner=""),
+)
+
+V31 = replace(
+    V3,
+    name="deepseek_v31",
+    models=("DeepSeek-V3.1",),
+    turns=replace(
+        _TURNS,
+        tools=Pair("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        headless=("<｜tool▁output▁end｜>",),
+    ),
+    think=Think("<think>", "</think>", inner="", after=""),
+    call=Call(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        Json(),
+        header="{name}<｜tool▁sep｜>",
+        section=_SECTION,
+        inner="",
+        first="",
+        between="",
+    ),
+    switches=Switches(on={"thinking": True}, off={"thinking": False}),
+)
+
+
+def _dsml(section: str, space: str) -> Call:
+    """``section`` is the wrapper's name; ``space`` stands behind the marker of every tag."""
+    mark = f"｜DSML｜{space}"
+    return Call(
+        f"<{mark}invoke",
+        f"</{mark}invoke>",
+        Tagged(
+            open=f'<{mark}parameter name="',
+            key_end='" string="',
+            open_end='">',
+            close=f"</{mark}parameter>",
+            trim="none",
+            typed="string",
+        ),
+        header=' name="{name}">\n',
+        section=Pair(f"<{mark}{section}>", f"</{mark}{section}>"),
+        inner="",
+        first="\n\n",
+        around="\n",
+    )
+
+
+V32 = replace(
+    V31,
+    name="deepseek_v32",
+    models=("DeepSeek-V3.2",),
+    turns=replace(
+        _TURNS,
+        tools=Pair("\n\n<function_results>", "\n</function_results>"),
+        headless=("\n</function_results>",),
+    ),
+    call=_dsml("function_calls", ""),
+    result=Result("\n", "<result>", "</result>", inner=""),
+    encoder="deepseek_v32",
+    result_order=True,
+)
+
+V4 = replace(
+    V32,
+    name="deepseek_v4",
+    models=("DeepSeek-V4",),
+    turns=replace(_TURNS, tools=Pair("<｜User｜>", ""), headless=()),
+    call=_dsml("tool_calls", ""),
+    result=Result("\n\n", "<tool_result>", "</tool_result>", inner=""),
+    switches=Switches(
+        on={"thinking": True},
+        off={"thinking": False},
+        efforts={"medium": {}, "high": {"reasoning_effort": "high"}, "max": {"reasoning_effort": "max"}},
+    ),
+    encoder="deepseek_v4",
+)
+
+V41 = replace(V4, name="deepseek_v41", models=("DeepSeek-V4.1",), call=_dsml("calls", " "), encoder="deepseek_v41")

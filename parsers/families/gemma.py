@@ -1,0 +1,30 @@
+"""Gemma-4: calls with unquoted keys, outputs inside the model's own turn."""
+
+from __future__ import annotations
+
+from parsers.format import Call, Format, Literals, Pair, Result, Think, Turns
+
+GEMMA4 = Format(
+    name="gemma4",
+    models=("Gemma-4",),
+    turns=Turns(
+        system=Pair("<|turn>system\n", "<turn|>"),
+        user=Pair("<|turn>user\n", "<turn|>"),
+        assistant=Pair("<|turn>model\n", "<turn|>"),
+        tools=Pair("<|tool_response>", "<tool_response|>"),
+        tail="\n",
+        stops=("<|tool_response>", "<eos>"),
+        headless=("<tool_response|>",),
+    ),
+    think=Think("<|channel>thought", "<channel|>", after=""),
+    call=Call(
+        "<|tool_call>",
+        "<tool_call|>",
+        Literals(quote='<|"|>'),
+        header="call:{name}",
+        inner="",
+        first="",
+        between="",
+    ),
+    result=Result("", "response:{name}{{value:", "}}", inner=""),
+)

@@ -1,0 +1,104 @@
+"""GLM and its relatives: the name stands bare behind the opener, keys and values are elements of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsers.families.hermes import CHATML
+from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns
+
+_PARAMETERS = Tagged(open="<arg_key>", open_end="</arg_key>\n<arg_value>", close="</arg_value>", trim="none")
+
+GLM45 = Format(
+    name="glm45",
+    models=("GLM-4.5", "GLM-4.6"),
+    turns=Turns(
+        system=Pair("<|system|>\n", ""),
+        user=Pair("<|user|>\n", ""),
+        assistant=Pair("<|assistant|>", ""),
+        tools=Pair("<|observation|>", ""),
+        stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
+    ),
+    think=Think("<think>", "</think>", inner="", after="\n"),
+    call=Call("<tool_call>", "</tool_call>", _PARAMETERS, header="{name}\n", inner=""),
+    result=Result("\n", "<tool_response>", "</tool_response>"),
+)
+
+GLM47 = replace(
+    GLM45,
+    name="glm47",
+    models=("GLM-4.7", "GLM-5", "GLM-5.2"),
+    turns=replace(GLM45.turns, system=Pair("<|system|>", ""), user=Pair("<|user|>", "")),
+    think=Think("<think>", "</think>", inner="", after=""),
+    call=replace(
+        GLM45.call,
+        header="{name}",
+        codec=replace(_PARAMETERS, open_end="</arg_key><arg_value>", between=""),
+        first="",
+        between="",
+    ),
+    result=Result("", "<tool_response>", "</tool_response>", inner=""),
+    switches=Switches(always={"clear_thinking": False}),
+)
+
+GLM53 = replace(
+    GLM47,
+    name="glm53",
+    models=("GLM-5.3",),
+    switches=Switches(
+        always={"clear_thinking": False},
+        on={},
+        off={},
+        efforts={
+            "low": {"reasoning_effort": "low"},
+            "high": {"reasoning_effort": "high"},
+            "max": {"reasoning_effort": "max"},
+        },
+    ),
+    result_order=True,
+)
+
+LING3 = replace(
+    GLM45,
+    name="ling3",
+    models=("Ling-3",),
+    turns=Turns.framed(
+        system="<role>SYSTEM</role>",
+        user="<role>HUMAN</role>",
+        assistant="<role>ASSISTANT</role>",
+        tools="<role>OBSERVATION</role>",
+        end="<|role_end|>",
+    ),
+    think=Think("<think>", "</think>", inner="", after="\n"),
+    call=replace(GLM45.call, header="{name}"),
+)
+
+HY3 = replace(
+    GLM45,
+    name="hy3",
+    models=("Hy3",),
+    turns=CHATML,
+    think=Think("<think{suffix}>", "</think{suffix}>"),
+    call=Call(
+        "<tool_call{suffix}>",
+        "</tool_call{suffix}>",
+        Tagged(
+            open="<arg_key{suffix}>",
+            open_end="</arg_key{suffix}>\n<arg_value{suffix}>",
+            close="</arg_value{suffix}>",
+            trim="none",
+        ),
+        header="{name}<tool_sep{suffix}>\n",
+        section=Pair("<tool_calls{suffix}>", "</tool_calls{suffix}>"),
+        inner="",
+        around="\n",
+    ),
+    result=Result("\n", "<tool_response>", "</tool_response>"),
+    switches=Switches(
+        always={"preserved_thinking": True},
+        on={"reasoning_effort": "high"},
+        off={"reasoning_effort": "no_think"},
+        efforts={"low": {"reasoning_effort": "low"}, "high": {"reasoning_effort": "high"}},
+    ),
+    suffix=r"<think(:[\w-]+)>",
+)

@@ -1,0 +1,88 @@
+"""Channel formats: an assistant turn is several messages, and each message's header says what it is."""
+
+from __future__ import annotations
+
+from parsers.format import Call, Format, Frames, Json, Pair, Result, Route, Switches, Tagged, Turns
+
+HARMONY = Format(
+    name="harmony",
+    models=("gpt-oss",),
+    turns=Turns(
+        system=Pair("<|start|>system<|message|>", "<|end|>"),
+        user=Pair("<|start|>user<|message|>", "<|end|>"),
+        assistant=Pair("<|start|>assistant", "<|return|>"),
+        tools=Pair("<|start|>functions.", "<|end|>"),
+        stops=("<|call|>", "<|endoftext|>"),
+    ),
+    frames=Frames(
+        start="<|start|>assistant",
+        message="<|message|>",
+        ends=("<|end|>", "<|call|>", "<|return|>"),
+        routes=(
+            Route(r"to=(?:functions\.)?(?P<name>[\w.-]+)", "call"),
+            Route(r"analysis", "thinking"),
+            Route(r"", "text"),
+        ),
+        thinking="<|channel|>analysis",
+        text="<|channel|>final",
+        call=" to=functions.{name}<|channel|>commentary json",
+        call_end="<|call|>",
+    ),
+    call=Call("", "", Json(), inner="", first="", between=""),
+    result=Result("", "{name} to=assistant<|channel|>commentary<|message|>", "", inner=""),
+    switches=Switches(
+        on={},
+        off={"reasoning_effort": "low"},
+        efforts={
+            "low": {"reasoning_effort": "low"},
+            "medium": {"reasoning_effort": "medium"},
+            "high": {"reasoning_effort": "high"},
+        },
+    ),
+)
+
+MUSE = Format(
+    name="muse_glimmer",
+    models=("Muse-Glimmer",),
+    turns=Turns(
+        system=Pair("<|start|>system<|message|>", "<|eot|>"),
+        user=Pair("<|start|>user<|message|>", "<|eot|>"),
+        assistant=Pair("<|start|>assistant", "<|eot|>"),
+        tools=Pair("<|start|>tool ", "<|eot|>"),
+    ),
+    frames=Frames(
+        start="<|start|>assistant",
+        message="<|message|>",
+        ends=("<|eom|>", "<|eot|>"),
+        routes=(
+            Route(r"to=self\b", "thinking"),
+            Route(r"to=(?:user|commentary)\b", "text"),
+            Route(r"to=(?P<name>\S+)", "call"),
+            Route(r"", "text"),
+        ),
+        thinking=" to=self",
+        text=" to=user",
+        call=" to={name}",
+        call_end="<|eom|>",
+    ),
+    call=Call(
+        "<atem:invoke",
+        "</atem:invoke>",
+        Tagged(open='<atem:parameter name="', open_end='">', close="</atem:parameter>", trim="none"),
+        header=' name="{name}">\n',
+        section=Pair("<atem:function_calls>", "</atem:function_calls>"),
+        inner="",
+        first="",
+        around="\n",
+    ),
+    result=Result("", '{name}<|message|><tool_output name="{name}">', "</tool_output>"),
+    switches=Switches(
+        on={},
+        off={},
+        efforts={
+            "low": {"reasoning_strength": "low"},
+            "medium": {"reasoning_strength": "medium"},
+            "high": {"reasoning_strength": "high"},
+        },
+    ),
+)

@@ -1,0 +1,78 @@
+"""Kimi: K2 names the tool inside the call's id; K3 writes elements from three control tokens."""
+
+from __future__ import annotations
+
+from parsers.format import Answer, Call, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
+
+K2 = Format(
+    name="kimi_k2",
+    models=("Kimi-K2-Instruct", "Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.7"),
+    turns=Turns.framed(
+        system="<|im_system|>system<|im_middle|>",
+        user="<|im_user|>user<|im_middle|>",
+        assistant="<|im_assistant|>assistant<|im_middle|>",
+        tools="<|im_system|>tool<|im_middle|>",
+        end="<|im_end|>",
+        stops=("[EOS]",),
+    ),
+    think=Think("<think>", "</think>", inner="", after=""),
+    call=Call(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        Json(),
+        header="functions.{name}:{n}<|tool_call_argument_begin|>",
+        section=Pair("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        inner="",
+        first="",
+        between="",
+    ),
+    result=Result("", "## Return of {id}\n", "", inner=""),
+    switches=Switches(on={"thinking": True}, off={"thinking": False}),
+    call_ids="numbered",
+)
+
+K3 = Format(
+    name="kimi_k3",
+    models=("Kimi-K3",),
+    turns=Turns.framed(
+        system='<|open|>message role="system"<|sep|>',
+        user='<|open|>message role="user"<|sep|>',
+        assistant='<|open|>message role="assistant"<|sep|>',
+        tools='<|open|>message role="tool"',
+        end="<|close|>message<|sep|>",
+        stops=("<|end_of_msg|>",),
+    ),
+    think=Think("<|open|>think<|sep|>", "<|close|>think<|sep|>", inner="", after=""),
+    answer=Answer("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    call=Call(
+        "<|open|>call",
+        "<|close|>call<|sep|>",
+        Tagged(
+            open='<|open|>argument key="',
+            key_end='" type="',
+            open_end='"<|sep|>',
+            close="<|close|>argument<|sep|>",
+            trim="none",
+            typed="type",
+            escapes=True,
+            between="",
+        ),
+        header=' tool="{name}" index="{n1}"<|sep|>',
+        section=Pair("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        inner="",
+        first="",
+        between="",
+    ),
+    result=Result("", ' tool="{name}" index="{n1}"<|sep|>', "", inner=""),
+    switches=Switches(
+        on={"thinking": True},
+        off={"thinking": False},
+        efforts={
+            "low": {"thinking_effort": "low"},
+            "high": {"thinking_effort": "high"},
+            "max": {"thinking_effort": "max"},
+        },
+    ),
+    encoder="kimi_k3",
+    result_order=True,
+)
