@@ -11,9 +11,9 @@ Every string is exact text; a control token of the vocabulary inside it is that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much thinking is wanted, over all protocols."""
@@ -199,9 +199,9 @@ class Route:
 class Frames:
     """An assistant turn is several messages: ``start`` HEADER ``message`` BODY, ended by one of ``ends``.
 
-    The turn's header is the first ``start``. The first route that matches a header says what the body is; ``final``
-    ends close the turn, the others only the message. ``thinking``, ``text`` and ``call`` are the headers written for
-    each kind, ``{name}`` being the tool.
+    The turn's header is the first ``start``. The first route that matches a header says what the body is. An end that
+    also ends turns closes the turn, the others only the message. ``thinking``, ``text`` and ``call`` are the headers
+    written for each kind, ``{name}`` being the tool; ``tokens`` are further control tokens that a header may have.
     """
 
     start: str
@@ -212,6 +212,7 @@ class Frames:
     text: str
     call: str
     call_end: str
+    tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -263,3 +264,44 @@ class Format:
     encoder: str = ""
     suffix: str = ""
     result_order: bool = False
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends a generated turn; the regular end first."""
+        return tuple(end for end in (self.turns.assistant.close, *self.turns.stops) if end)
+
+    def generated(self) -> Iterator[str]:
+        """Every string that structures what the model generates."""
+        yield from self.ends
+        for part in (self.call, self.think, self.answer, self.frames, self.tolerances.aliases):
+            yield from _strings(part)
+
+    def with_suffix(self, suffix: str) -> Format:
+        """The format of a checkpoint whose tags all end in ``suffix``."""
+        return replace(self, **{f.name: _filled(getattr(self, f.name), suffix) for f in fields(self)})
+
+
+def _strings(part: object) -> Iterator[str]:
+    match part:
+        case str():
+            yield part
+        case Route():
+            return
+        case tuple():
+            for item in part:
+                yield from _strings(item)
+        case Mapping():
+            yield from _strings((*part.keys(), *part.values()))
+        case _ if is_dataclass(part):
+            for one in fields(part):
+                yield from _strings(getattr(part, one.name))
+
+
+def _filled(part: Any, suffix: str) -> Any:
+    if isinstance(part, str):
+        return part.replace("{suffix}", suffix)
+    if isinstance(part, tuple):
+        return tuple(_filled(item, suffix) for item in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: _filled(getattr(part, f.name), suffix) for f in fields(part)})
+    return part
