@@ -97,7 +97,7 @@ class Tagged:
     tool's schema says how a value becomes JSON (``parsers.schema``). With it the wire does: TYPE is ``true`` for text
     and ``false`` for JSON (``typed`` "string"), or the name of a JSON type (``typed`` "type"). ``escapes``: ``&`` and
     ``"`` in names and keys are escaped as in XML. ``between`` is the layout around parameters. White space inside
-    ``open_end`` is layout too.
+    ``open_end`` is layout too. ``whole`` may stand for all parameters: its body is the argument object as JSON.
     """
 
     open: str
@@ -108,6 +108,7 @@ class Tagged:
     typed: Literal["", "string", "type"] = ""
     escapes: bool = False
     between: str = "\n"
+    whole: Pair | None = None
 
 
 @dataclass(frozen=True)

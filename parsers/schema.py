@@ -100,6 +100,15 @@ def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:
     return quoted(raw), False
 
 
+def wire_json(raw: str) -> tuple[str, bool]:
+    """(JSON text, spelled as a Python literal) for a value that is no text, as the wire says; the text if it is none."""
+    text = raw.strip()
+    if is_json(text):
+        return well_formed(text), False
+    literal = _python_literal(text)
+    return (quoted(raw), False) if literal is None else (literal, True)
+
+
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 

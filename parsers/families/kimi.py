@@ -56,6 +56,7 @@ K3 = Format(
             typed="type",
             escapes=True,
             between="",
+            whole=Pair('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
         ),
         header=' tool="{name}" index="{n1}"<|sep|>',
         section=Pair("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),

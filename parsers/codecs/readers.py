@@ -1,0 +1,26 @@
+"""Which reader reads which codec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsers.codecs.call import Coder, Fence, Reader
+from parsers.codecs.json_text import JsonCallReader, JsonReader
+from parsers.codecs.tagged import TaggedReader
+from parsers.format import Codec, Json, JsonCall, Pair, Tagged
+
+
+def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
+    """``fence`` is coded already, ``codec`` is not."""
+    code = wire.code
+    match codec:
+        case Json():
+            return JsonReader(fence)
+        case JsonCall():
+            return JsonCallReader(codec, fence)
+        case Tagged():
+            whole = codec.whole and Pair(code(codec.whole.open), code(codec.whole.close))
+            coded = replace(codec, open=code(codec.open), open_end=code(codec.open_end), close=code(codec.close))
+            return TaggedReader(replace(coded, key_end=code(codec.key_end), whole=whole), fence)
+        case _:
+            raise NotImplementedError(codec)

@@ -1,0 +1,236 @@
+"""Arguments as elements, one per parameter: ``<parameter=key>value</parameter>`` and its relatives.
+
+The text of a value may contain anything, so a delimiter in ordinary characters only counts where what follows (or the
+line it stands on) says that the value really ends there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Single
+from parsers.codecs.json_text import JsonReader
+from parsers.codecs.parameters import Parameters, Value
+from parsers.format import Tagged
+from parsers.source import Cut, Source, Step, Stops
+
+_TAG_EDGE = re.compile(r"\s+|(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")
+_CODE = re.compile("[\ud800-\udfff]")
+_CLOSE_VARIANTS = ("/>", "1>", " >")
+"""What models write in place of a closer's last bracket."""
+_SPACE_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """How an opener goes on behind its stem, for one way to quote the key."""
+
+    stops: Stops
+    typed: str
+    """The stop behind which the type stands; "" if there is none."""
+    opened: str
+    """The stop behind which the value stands, but for the rest of the opener."""
+
+
+class TaggedReader(Single):
+    """Reads ``Tagged`` arguments. Values that are certainly strings stream; others are written when they close."""
+
+    def __init__(self, codec: Tagged, fence: Fence) -> None:
+        self._codec = codec
+        self._tail = fence.tail
+        self._ends = fence.ends
+        first, *self._opener_rest = [piece for piece in _TAG_EDGE.split(codec.open_end) if piece]
+        self._stem = codec.open.removesuffix('"')
+        outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
+        quotes = ('"', "'", "") if codec.open.endswith('"') else ("",)
+        self._openers = {quote: _opener(codec, first, quote, outer) for quote in quotes}
+        self._type_stops = Stops(first, "\n", *outer)
+        self._first = first
+        self._whole = codec.whole.open if codec.whole else None
+        self._whole_close = codec.whole.close if codec.whole else ""
+        self._json = JsonReader(fence)
+        self._closes = (codec.close, *_variants(codec.close))
+        self._between = Stops(self._stem, self._whole or "", self._tail, *outer)
+        self._value = Stops(*self._closes, self._stem, self._tail, *outer)
+        self._fence_closes = frozenset(fence.closes)
+        self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text)
+        tokens = tuple(text for text in fence.closes if _CODE.search(text))
+        self._closes_of_tokens = frozenset(tokens)
+        self._after = (*(tokens or fence.closes), *self._opens_or_ends)
+        self._after_spelled = outer
+
+    def read(self, source: Source, call: Call) -> Step[str]:
+        """Ends behind the delimiter that ended the parameters, and returns it."""
+        parameters = Parameters(call)
+        stop = yield from self._until_next(source, call)
+        while stop is not None and stop in (self._stem, self._whole):
+            if stop == self._whole:
+                stop = yield from self._whole_object(source, call, parameters)
+            else:
+                stop = yield from self._parameter(source, call, parameters)
+        if stop is None and not source.natural:
+            raise Cut
+        parameters.close()
+        if self._tail and stop != self._tail:
+            call.tolerate("missing_tail")
+        return stop or ""
+
+    def _until_next(self, source: Source, call: Call) -> Step[str | None]:
+        noise: list[str] = []
+        stop = yield from source.until(self._between, noise.append, hold_at_end=True)
+        if "".join(noise).strip():
+            call.tolerate("text_in_call")
+        return stop
+
+    def _whole_object(self, source: Source, call: Call, parameters: Parameters) -> Step[str | None]:
+        """All arguments as one object, instead of elements."""
+        parameters.written_whole()
+        yield from self._json.read(source, call)
+        yield from source.space()
+        yield from source.literal(self._whole_close)
+        return (yield from self._until_next(source, call))
+
+    # ── one parameter ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _parameter(self, source: Source, call: Call, parameters: Parameters) -> Step[str | None]:
+        """From behind the stem of its opener to the next stop."""
+        key, kind, instead = yield from self._key(source, call)
+        if instead:
+            call.tolerate("malformed_parameter")
+            return instead
+        value = parameters.value(key, kind, self._codec.typed, trims=self._codec.trim == "newline")
+        while True:
+            stop = yield from source.until(self._value, value.put, hold_at_end=True)
+            if stop is None:
+                raise Cut
+            if stop in self._ends:
+                raise Interrupted(stop)
+            if (yield from self._really_ends(source, stop, call, value)):
+                break
+            value.put(stop)
+        if stop in self._closes:
+            value.close()
+            if stop != self._codec.close:
+                call.tolerate("misspelled_close")
+            return (yield from self._until_next(source, call))
+        value.close(drop_newline=True)
+        call.tolerate("missing_parameter_close")
+        return stop
+
+    def _key(self, source: Source, call: Call) -> Step[tuple[str, str, str]]:
+        """(key, type, a delimiter that came instead of a value) of an opener behind its stem; key "" is malformed."""
+        quote = yield from self._quote(source, call)
+        opener = self._openers[quote]
+        key, stop = yield from source.take(opener.stops, NAME_LIMIT)
+        kind = ""
+        if stop and stop == opener.typed:
+            kind, stop = yield from source.take(self._type_stops, NAME_LIMIT)
+            if stop == self._first:
+                stop = opener.opened
+        elif stop == opener.opened and self._codec.key_end:
+            call.tolerate("missing_type")
+        if stop != opener.opened:
+            return "", "", stop if stop in self._after_spelled else ""
+        for piece in self._opener_rest:
+            yield from source.space()
+            if not (yield from source.literal(piece)):
+                call.tolerate("missing_value_open")
+        return self._clean(key), kind, ""
+
+    def _quote(self, source: Source, call: Call) -> Step[str]:
+        character = yield from source.peek()
+        quote = character if character in self._openers else ""
+        source.advance(len(quote))
+        if len(self._openers) > 1 and quote != '"':
+            call.tolerate("quoted_key")
+        return quote
+
+    def _clean(self, key: str) -> str:
+        if self._codec.escapes:
+            return key.replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+        return key.strip().strip("\"'")
+
+    # ── where a value ends ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _really_ends(self, source: Source, stop: str, call: Call, value: Value) -> Step[bool]:
+        """Whether a delimiter inside a value ends it. One with a control token in it does."""
+        if _CODE.search(stop):
+            return True
+        at_line = value.line_start or not self._codec.between
+        after = self._after_spelled if call.guarded else self._after
+        if stop in self._closes:
+            steps = [((self._stem,),), (after,)]
+            return (yield from _ahead(source, *steps, *([((self._tail,), after)] if self._tail else ())))
+        if stop == self._stem:
+            return at_line and (yield from self._declared_key(source, call))
+        if stop == self._tail:
+            return at_line and (yield from _ahead(source, (after,)))
+        if self._closes_of_tokens and stop in self._fence_closes and not call.guarded:
+            return (yield from source.follows(self._opens_or_ends))
+        return at_line or (yield from source.follows(self._opens_or_ends))
+
+    def _declared_key(self, source: Source, call: Call) -> Step[bool]:
+        """Does the opener of a parameter that the tool has come next, behind its stem? Consumes nothing."""
+        while True:
+            quote = source.buffer[:1] if source.buffer[:1] in self._openers else ""
+            rest = source.buffer[len(quote) :]
+            match = self._openers[quote].stops.pattern.search(rest)
+            if match or len(rest) > NAME_LIMIT or source.ended:
+                break
+            yield
+        properties = call.parameters.get("properties")
+        if match is None or match[0] not in (self._openers[quote].typed, self._openers[quote].opened):
+            return False
+        return not properties or self._clean(rest[: match.start()]) in properties
+
+
+def _ahead(source: Source, *paths: tuple[tuple[str, ...], ...]) -> Step[bool]:
+    """Does what one of ``paths`` describes come next: one text of each of its sets, with white space before each?
+
+    A natural end of the input counts as what was to follow. Consumes nothing; raises Cut at an end that leaves it open.
+    """
+    while True:
+        verdicts = [_compare(source.buffer, path) for path in paths]
+        if True in verdicts:
+            return True
+        if None not in verdicts:
+            return False
+        if source.ended:
+            if not source.natural:
+                raise Cut
+            return any(verdict is None and not source.buffer.strip() for verdict in verdicts) or _at_end(source, paths)
+        yield
+
+
+def _at_end(source: Source, paths: tuple[tuple[tuple[str, ...], ...], ...]) -> bool:
+    """The input ended behind a first text, where the second was to follow."""
+    rest = source.buffer.strip()
+    return any(len(path) > 1 and rest in path[0] for path in paths)
+
+
+def _compare(text: str, path: tuple[tuple[str, ...], ...]) -> bool | None:
+    """None while more text may decide."""
+    for options in path:
+        rest = text.lstrip(" \t\r\n")
+        if len(text) - len(rest) > _SPACE_LIMIT:
+            return False
+        found = next((option for option in options if rest.startswith(option)), None)
+        if found is None:
+            return None if any(option.startswith(rest) for option in options) else False
+        text = rest[len(found) :]
+    return True
+
+
+def _opener(codec: Tagged, first: str, quote: str, outer: tuple[str, ...]) -> _Opener:
+    """Without a quote in the format the key stands bare; with one, each way to quote it closes as it opened."""
+    opened, typed = first, codec.key_end
+    if codec.open.endswith('"'):
+        opened, typed = (quote + text.removeprefix('"') if text else "" for text in (opened, typed))
+    spelled = () if _CODE.search(opened) else ("\n", "<")
+    return _Opener(Stops(typed, opened, *spelled, *outer), typed, opened)
+
+
+def _variants(close: str) -> tuple[str, ...]:
+    plain = close.startswith("</") and close.endswith(">") and not _CODE.search(close)
+    return tuple(close[:-1] + end for end in _CLOSE_VARIANTS) if plain else ()
