@@ -63,7 +63,7 @@ class Family:
         prompt (or the family) rules it out."""
         state: ThinkingState = "open" if prompt.thinking_open else "unopened" if prompt.thinking else "closed"
         text = assistant_text(self.format, self._renderer.guard, blocks, state)
-        return tuple(self.tokenizer.encode_trusted(text + self.format.turns.end))
+        return tuple(self.tokenizer.encode_trusted(text + self.format.turns.assistant.close))
 
     def encode_raw(self, text: str) -> tuple[int, ...]:
         """The family's own text, control tokens recognised."""

@@ -48,7 +48,7 @@ class Mismatch(Exception):
 
 def examine(wire_format: Format, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[Renderer, Probe]:
     """Raises Mismatch."""
-    for text in (wire_format.turns.end, wire_format.turns.user, wire_format.turns.assistant):
+    for text in (wire_format.turns.assistant.close, wire_format.turns.user.open, wire_format.turns.assistant.open):
         if not any(text.startswith(name) for name in tokenizer.control):
             raise Mismatch(f"the vocabulary has no control token that begins {text!r}")
     try:
@@ -84,9 +84,9 @@ def _traits(wire_format: Format, tokenizer: Tokenizer, template: ChatTemplate) -
     openers = []
     for thinking in (True, False):
         text = _text(renderer, first, thinking)
-        _, found, opener = text.rpartition(wire_format.turns.assistant)
+        _, found, opener = text.rpartition(wire_format.turns.assistant.open)
         if not found:
-            raise Mismatch(f"the generation prompt has no {wire_format.turns.assistant!r}")
+            raise Mismatch(f"the generation prompt has no {wire_format.turns.assistant.open!r}")
         openers.append(opener)
     think = wire_format.think
     if openers[0] and not (think and openers[0].startswith(think.open)):
@@ -144,7 +144,7 @@ def _probe(renderer: Renderer, traits: Traits) -> Probe:
         opener_prefilled=bool(think and think.open in traits.opener),
         thinking_in_loop="Thought 0." in loop,
         thinking_survives="Thought 0." in again and "Last thought." in again,
-        header_survives=again.startswith(query[: query.rindex(renderer.format.turns.assistant)]),
+        header_survives=again.startswith(query[: query.rindex(renderer.format.turns.assistant.open)]),
         prompt_end_survives=again.startswith(query),
         turn_end_survives=again.startswith(loop[: loop.index("Output 0.")]),
     )

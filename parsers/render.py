@@ -108,10 +108,10 @@ class Renderer:
         self._traits = traits
         turns = wire_format.turns
         self._roles: dict[str, TurnKind] = {
-            turns.tools: "user",
-            turns.system: "system",
-            turns.user: "user",
-            turns.assistant: "assistant",
+            turns.tools.open: "user",
+            turns.system.open: "system",
+            turns.user.open: "user",
+            turns.assistant.open: "assistant",
         }
         headers = sorted(self._roles, key=len, reverse=True)
         self._header = re.compile("|".join(map(re.escape, headers)))
@@ -132,7 +132,7 @@ class Renderer:
         text = self.text_of(plan.messages, conversation, thinking)
         writer = _Writer(self._tokenizer, remember)
         blocks = list(self._blocks(text))
-        if not blocks or blocks[-1][0] != "assistant" or self.format.turns.end in blocks[-1][1]:
+        if not blocks or blocks[-1][0] != "assistant" or self.format.turns.assistant.close in blocks[-1][1]:
             raise RenderError("the chat template does not end with a generation prompt")
         writer.text(text[: len(text) - sum(len(block) for _, block in blocks)])
         position = 0
@@ -142,7 +142,7 @@ class Renderer:
             raise RenderError(f"the chat template left out turn {plan.items[position].turn}")
         self._write_refused(writer, plan, position)
         start = len(writer.ids)
-        header, think = self.format.turns.assistant, self.format.think
+        header, think = self.format.turns.assistant.open, self.format.think
         opener = blocks[-1][1].removeprefix(header)
         writer.text(header)
         writer.text(opener)
@@ -292,10 +292,10 @@ class Renderer:
             if position in plan.refused:
                 turns = self.format.turns
                 if number:
-                    writer.text(turns.end + turns.tail)
+                    writer.text(turns.tools.close + turns.tail)
                 self._write_refused(writer, plan, position)
                 if number:
-                    writer.text(turns.tools)
+                    writer.text(turns.tools.open)
             start = len(writer.ids)
             writer.text(block[begin:end])
             writer.span(start, "tool_output", item.turn)
@@ -307,7 +307,7 @@ class Renderer:
         turns = self.format.turns
         for turn, text in plan.refused.get(position, ()):
             start = len(writer.ids)
-            writer.text(f"{turns.system}{text}{turns.end}{turns.tail}")
+            writer.text(f"{turns.system.open}{text}{turns.system.close}{turns.tail}")
             writer.span(start, "system", turn)
 
     def _tools_span(self, writer: _Writer, start: int, block: str) -> None:
@@ -323,7 +323,7 @@ class Renderer:
         writer.spans.append(Span(start + places[0], start + places[1], "tools", -1))
 
     def _write_assistant(self, writer: _Writer, turn: Turn, index: int, block: str) -> None:
-        header = self.format.turns.assistant
+        header = self.format.turns.assistant.open
         body = block.removeprefix(header)
         start = len(writer.ids)
         writer.text(header)
@@ -347,7 +347,7 @@ class Renderer:
             writer.text(sampled.thinking_rest)
             writer.ids.extend(sampled.ids[sampled.thinking_end :])
             thinking_end = begin
-        end = self.format.turns.end
+        end = self.format.turns.assistant.close
         end_id = self._end_ids[0]
         if writer.ids[-1] in self._end_ids[1:]:
             writer.ids.pop()  # ended by another stop token: history has the regular one
