@@ -32,7 +32,8 @@ class Turns:
 
     ``close`` of ``assistant`` is what the model samples to end its turn; it is "" where the header of the next turn
     does that, which is then one of ``stops`` (further tokens that end generation). ``tail`` stands behind every close
-    in history. ``headless``: texts behind which an assistant turn begins without its header.
+    in history. ``headless``: texts behind which an assistant turn begins without its header. ``others`` are headers of
+    turns that the template writes by itself, for tools or settings.
     """
 
     system: Pair
@@ -42,14 +43,23 @@ class Turns:
     tail: str = ""
     stops: tuple[str, ...] = ()
     headless: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @classmethod
     def framed(
-        cls, system: str, user: str, assistant: str, tools: str, end: str, tail: str = "", stops: tuple[str, ...] = ()
+        cls,
+        system: str,
+        user: str,
+        assistant: str,
+        tools: str,
+        end: str,
+        tail: str = "",
+        stops: tuple[str, ...] = (),
+        others: tuple[str, ...] = (),
     ) -> Turns:
         """Headers with one common end."""
         headers = (Pair(header, end) for header in (system, user, assistant, tools))
-        return cls(*headers, tail, stops)
+        return cls(*headers, tail, stops, others=others)
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,17 @@ class Switches:
     on: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": True})
     off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
     efforts: Mapping[Effort, Mapping[str, object]] = field(default_factory=dict)
+
+    def variables(self, thinking: bool, effort: Effort | None = None) -> dict[str, object]:
+        """What the template gets for one prompt."""
+        if not thinking or effort == "none":
+            return {**self.always, **self.off}
+        return {**self.always, **self.on, **(self._level(effort) if effort else {})}
+
+    def _level(self, effort: Effort) -> Mapping[str, object]:
+        known = [level for level in EFFORTS if level in self.efforts]
+        below = [level for level in known if EFFORTS.index(level) <= EFFORTS.index(effort)]
+        return self.efforts[(below or known)[-1 if below else 0]] if known else {}
 
 
 @dataclass(frozen=True)
