@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
+from parsers.format import Call, Effort, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
 
 _BOS = "<｜begin▁of▁sentence｜>"
 _TURNS = Turns(
@@ -94,6 +94,8 @@ V32 = replace(
     result_order=True,
 )
 
+_EFFORTS: tuple[Effort, ...] = ("low", "high", "max")
+
 V4 = replace(
     V32,
     name="deepseek_v4",
@@ -104,9 +106,24 @@ V4 = replace(
     switches=Switches(
         on={"thinking": True},
         off={"thinking": False},
-        efforts={"medium": {}, "high": {"reasoning_effort": "high"}, "max": {"reasoning_effort": "max"}},
+        efforts={level: {"reasoning_effort": level} for level in _EFFORTS},
     ),
     encoder="deepseek_v4",
 )
 
-V41 = replace(V4, name="deepseek_v41", models=("DeepSeek-V4.1",), call=_dsml("calls", " "), encoder="deepseek_v41")
+V41 = replace(
+    V4,
+    name="deepseek_v41",
+    models=("DeepSeek-V4.1",),
+    turns=replace(V4.turns, system=Pair("<｜System｜>", "")),
+    call=_dsml("calls", " "),
+    switches=replace(
+        V4.switches,
+        efforts={
+            "low": {"reasoning_effort": 50},
+            "high": {"reasoning_effort": 75},
+            "max": {"reasoning_effort": 100},
+        },
+    ),
+    encoder="deepseek_v41",
+)

@@ -48,7 +48,7 @@ GLM53 = replace(
     switches=Switches(
         always={"clear_thinking": False},
         on={},
-        off={},
+        off={"reasoning_effort": "low"},
         efforts={
             "low": {"reasoning_effort": "low"},
             "high": {"reasoning_effort": "high"},

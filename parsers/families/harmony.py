@@ -79,7 +79,7 @@ MUSE = Format(
     result=Result("", '{name}<|message|><tool_output name="{name}">', "</tool_output>"),
     switches=Switches(
         on={},
-        off={},
+        off={"reasoning_strength": "low"},
         efforts={
             "low": {"reasoning_strength": "low"},
             "medium": {"reasoning_strength": "medium"},

@@ -40,6 +40,7 @@ K3 = Format(
         assistant='<|open|>message role="assistant"<|sep|>',
         tools='<|open|>message role="tool"',
         end="<|close|>message<|sep|>",
+        tail="<|end_of_msg|>",
         stops=("<|end_of_msg|>",),
     ),
     think=Think("<|open|>think<|sep|>", "<|close|>think<|sep|>", inner="", after=""),
