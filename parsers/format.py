@@ -245,6 +245,16 @@ class Switches:
             return {**self.always, **self.off}
         return {**self.always, **self.on, **(self._level(effort) if effort else {})}
 
+    @property
+    def levels(self) -> tuple[Effort, ...]:
+        """The efforts that make a difference, from less to more. A family that can only be switched on and off knows
+        "none" and "medium"."""
+        known = tuple(level for level in EFFORTS if level in self.efforts)
+        told = [{**self.on, **self.efforts[level]} for level in known]
+        if self.off == self.on or self.off in told:
+            return known
+        return ("none", *(known or ("medium",)))
+
     def _level(self, effort: Effort) -> Mapping[str, object]:
         known = [level for level in EFFORTS if level in self.efforts]
         below = [level for level in known if EFFORTS.index(level) <= EFFORTS.index(effort)]

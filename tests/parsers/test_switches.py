@@ -6,7 +6,6 @@ import pytest
 
 from parsers.families.registry import FORMATS
 from parsers.format import EFFORTS, Effort, Format, Switches
-from parsers.switches import levels, variables
 
 LADDER = Switches(
     always={"keep": True},
@@ -30,32 +29,32 @@ LADDER = Switches(
     ],
 )
 def test_an_effort_is_the_next_lower_level_of_the_family(effort: Effort | None, expected: dict[str, object]) -> None:
-    assert variables(LADDER, True, effort) == expected
-    assert variables(LADDER, False, effort) == {"keep": True, "think": False}
+    assert LADDER.variables(True, effort) == expected
+    assert LADDER.variables(False, effort) == {"keep": True, "think": False}
 
 
 def test_levels_are_those_that_make_a_difference() -> None:
-    assert levels(LADDER) == ("none", "low", "high")
-    assert levels(Switches()) == ("none", "medium")
-    assert levels(Switches(on={}, off={})) == ()
+    assert LADDER.levels == ("none", "low", "high")
+    assert Switches().levels == ("none", "medium")
+    assert Switches(on={}, off={}).levels == ()
     # A family that cannot be switched off: no thinking is its least effort.
-    assert levels(Switches(on={}, off={"e": 1}, efforts={"low": {"e": 1}, "high": {"e": 2}})) == ("low", "high")
+    assert Switches(on={}, off={"e": 1}, efforts={"low": {"e": 1}, "high": {"e": 2}}).levels == ("low", "high")
 
 
 @pytest.mark.parametrize("wire_format", FORMATS, ids=lambda wire_format: wire_format.name)
 def test_every_family_is_told_more_for_more_effort(wire_format: Format) -> None:
     switches = wire_format.switches
-    ladder = levels(switches)
+    ladder = switches.levels
     assert list(ladder) == sorted(ladder, key=EFFORTS.index)
-    told = [variables(switches, True, level) for level in ladder]
+    told = [switches.variables(True, level) for level in ladder]
     assert all(told.count(each) == 1 for each in told), "two levels are the same"
     for effort in EFFORTS[1:]:
         expected = [level for level in ladder if level != "none" and EFFORTS.index(level) <= EFFORTS.index(effort)]
         lowest = next((level for level in ladder if level != "none"), None)
         chosen = expected[-1] if expected else lowest
-        assert variables(switches, True, effort) == variables(switches, True, chosen)
-    off = variables(switches, False, "max")
-    assert off == variables(switches, True, "none")
+        assert switches.variables(True, effort) == switches.variables(True, chosen)
+    off = switches.variables(False, "max")
+    assert off == switches.variables(True, "none")
     assert {name: off.get(name) for name in switches.always} == dict(switches.always)
 
 
@@ -77,7 +76,7 @@ TOLD: dict[str, tuple[Effort, ...]] = {
     "wire_format", [known for known in FORMATS if known.name in TOLD], ids=lambda wire_format: wire_format.name
 )
 def test_levels_of_known_families(wire_format: Format) -> None:
-    assert levels(wire_format.switches) == TOLD[wire_format.name]
+    assert wire_format.switches.levels == TOLD[wire_format.name]
 
 
 @pytest.mark.parametrize(
@@ -95,4 +94,4 @@ def test_levels_of_known_families(wire_format: Format) -> None:
 )
 def test_what_some_templates_are_told(name: str, effort: Effort | None, expected: dict[str, object]) -> None:
     wire_format = next(known for known in FORMATS if known.name == name)
-    assert variables(wire_format.switches, True, effort) == expected
+    assert wire_format.switches.variables(True, effort) == expected
