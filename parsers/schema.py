@@ -10,6 +10,7 @@ import ast
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,50 +18,82 @@ _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boole
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
-_DEPTH = 16
-"""How many references and alternatives are followed."""
-_Known = dict[tuple[int, int], frozenset[str]]
-"""Types by (place in the schema, depth left)."""
-_NESTING = 128
+NESTING = 128
 """As deep as a value may be nested. Readers of JSON give up somewhere: here, in templates and in clients."""
 _ESCAPES = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 
 
+class Shape:
+    """What a schema allows at one place: the types of the value, and the shapes inside it."""
+
+    def __init__(self, schema: object, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._places = tuple(_places(schema, root))
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The JSON types; an empty set where the schema does not say."""
+        found: set[str] = set()
+        for place in self._places:
+            found |= _own_types(place)
+        return frozenset(found)
+
+    def member(self, key: str) -> Shape | None:
+        """The shape of a member of an object; None if it is not declared."""
+        for place in self._places:
+            members = place.get("properties")
+            if isinstance(members, Mapping) and key in members:
+                return Shape(members[key], self._root)
+        return next((Shape(more, self._root) for more in self._nested("additionalProperties")), None)
+
+    def item(self) -> Shape | None:
+        """The shape of a list's items."""
+        return next((Shape(item, self._root) for item in self._nested("items")), None)
+
+    def _nested(self, key: str) -> Iterable[Mapping[str, Any]]:
+        return (place[key] for place in self._places if isinstance(place.get(key), Mapping))
+
+
 def property_types(parameters: Mapping[str, Any], key: str) -> frozenset[str] | None:
     """The JSON types that a declared property may have; an empty set where the schema does not say. None if it is not
     declared."""
-    properties = parameters.get("properties")
-    if not isinstance(properties, Mapping) or key not in properties:
+    shape = Shape(parameters, parameters).member(key)
+    return shape.types if shape else None
+
+
+def _places(schema: object, root: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """A schema, the alternatives in it, and what they refer to. Each comes once, however many ways lead there."""
+    found: dict[int, Mapping[str, Any]] = {}
+    ahead = deque([schema])
+    while ahead:
+        place = ahead.popleft()
+        if not isinstance(place, Mapping) or id(place) in found:
+            continue
+        found[id(place)] = place
+        for key in ("anyOf", "oneOf", "allOf"):
+            options = place.get(key)
+            ahead.extend(options if isinstance(options, list | tuple) else ())
+        ahead.append(_target(place.get("$ref"), root))
+    return found.values()
+
+
+def _target(reference: object, root: Mapping[str, Any]) -> object:
+    """What a reference inside the schema points to; None if nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    return _types(properties[key], parameters, _DEPTH, {})
+    target: object = root
+    for part in filter(None, reference[1:].split("/")):
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int, known: _Known) -> frozenset[str]:
-    """Each place of the schema is read once per depth, however many references lead there."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return frozenset()
-    found = known.get((id(schema), depth))
-    if found is None:
-        found = known[id(schema), depth] = frozenset(_read(schema, root, depth, known))
-    return found
-
-
-def _read(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: _Known) -> set[str]:
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that one place names itself."""
     declared = schema.get("type")
     names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
     found = {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        for option in options if isinstance(options, list | tuple) else ():
-            found |= _types(option, root, depth - 1, known)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: object = root
-        for part in reference[2:].split("/"):
-            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        found |= _types(target, root, depth - 1, known)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list | tuple):
         found = {_TYPES.get(type(value), "object") for value in values}
@@ -101,7 +134,7 @@ def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:
 
 
 def wire_json(raw: str) -> tuple[str, bool]:
-    """(JSON text, spelled as a Python literal) for a value that is no text, as the wire says; the text if it is none."""
+    """(JSON text, spelled as a Python literal) for what the wire says is no text; the text if it reads as nothing."""
     text = raw.strip()
     if is_json(text):
         return well_formed(text), False
@@ -119,7 +152,7 @@ def is_json(text: str) -> bool:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite_only)
     except (ValueError, RecursionError):
         return False
-    return text.count("[") + text.count("{") <= _NESTING or not too_deep(value)
+    return text.count("[") + text.count("{") <= NESTING or not too_deep(value)
 
 
 def is_json_object(text: str) -> bool:
@@ -129,7 +162,7 @@ def is_json_object(text: str) -> bool:
 def too_deep(value: object) -> bool:
     """Whether a JSON value is nested deeper than what is passed on."""
     level = [value]
-    for _ in range(_NESTING):
+    for _ in range(NESTING):
         level = [child for one in level for child in _children(one)]
         if not level:
             return False

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parsers.codecs.call import Coder, Fence, Reader
+from parsers.codecs.elements import ElementsReader
 from parsers.codecs.json_text import JsonCallReader, JsonReader
+from parsers.codecs.literals import LiteralsReader, PythonReader
 from parsers.codecs.tagged import TaggedReader
-from parsers.format import Codec, Json, JsonCall, Pair, Tagged
+from parsers.format import Codec, Elements, Json, JsonCall, Literals, Pair, PythonCalls, Tagged
 
 
 def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
@@ -22,5 +24,9 @@ def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
             whole = codec.whole and Pair(code(codec.whole.open), code(codec.whole.close))
             coded = replace(codec, open=code(codec.open), open_end=code(codec.open_end), close=code(codec.close))
             return TaggedReader(replace(coded, key_end=code(codec.key_end), whole=whole), fence)
-        case _:
-            raise NotImplementedError(codec)
+        case Literals():
+            return LiteralsReader(Literals(code(codec.quote)), fence, spelled=codec.quote)
+        case Elements():
+            return ElementsReader(replace(codec, prefix=code(codec.prefix)), fence)
+        case PythonCalls():
+            return PythonReader(codec, fence)

@@ -49,10 +49,13 @@ class JsonString:
 
 
 class QuotedString:
-    """Strings between any quotes, with the escapes of Python or with none, written as the inside of a JSON string."""
+    """Strings between any quotes, with the escapes of Python or with none, written as the inside of a JSON string.
 
-    def __init__(self, quote: str, ends: tuple[str, ...], escapes: bool) -> None:
-        self._quote, self._ends = quote, ends
+    ``closes_before``: a quote only closes the string if one of these texts follows.
+    """
+
+    def __init__(self, quote: str, ends: tuple[str, ...], escapes: bool, closes_before: tuple[str, ...] = ()) -> None:
+        self._quote, self._ends, self._closes_before = quote, ends, closes_before
         self._stops = Stops(quote, "\\" if escapes else "", *ends)
 
     def body(self, source: Source, call: Call, emit: Emit) -> Step[None]:
@@ -68,7 +71,10 @@ class QuotedString:
             if stop in self._ends:
                 raise Interrupted(stop)
             if stop == self._quote:
-                return
+                if not self._closes_before or (yield from source.follows(self._closes_before)):
+                    return
+                put(stop)
+                continue
             emit(call.text_of((yield from _python_escape(source))))
 
 

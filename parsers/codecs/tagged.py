@@ -13,10 +13,9 @@ from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Single
 from parsers.codecs.json_text import JsonReader
 from parsers.codecs.parameters import Parameters, Value
 from parsers.format import Tagged
-from parsers.source import Cut, Source, Step, Stops
+from parsers.source import Cut, Source, Step, Stops, certain
 
 _TAG_EDGE = re.compile(r"\s+|(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")
-_CODE = re.compile("[\ud800-\udfff]")
 _CLOSE_VARIANTS = ("/>", "1>", " >")
 """What models write in place of a closer's last bracket."""
 _SPACE_LIMIT = 64
@@ -55,7 +54,7 @@ class TaggedReader(Single):
         self._value = Stops(*self._closes, self._stem, self._tail, *outer)
         self._fence_closes = frozenset(fence.closes)
         self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text)
-        tokens = tuple(text for text in fence.closes if _CODE.search(text))
+        tokens = tuple(text for text in fence.closes if certain(text))
         self._closes_of_tokens = frozenset(tokens)
         self._after = (*(tokens or fence.closes), *self._opens_or_ends)
         self._after_spelled = outer
@@ -155,7 +154,7 @@ class TaggedReader(Single):
 
     def _really_ends(self, source: Source, stop: str, call: Call, value: Value) -> Step[bool]:
         """Whether a delimiter inside a value ends it. One with a control token in it does."""
-        if _CODE.search(stop):
+        if certain(stop):
             return True
         at_line = value.line_start or not self._codec.between
         after = self._after_spelled if call.guarded else self._after
@@ -227,10 +226,10 @@ def _opener(codec: Tagged, first: str, quote: str, outer: tuple[str, ...]) -> _O
     opened, typed = first, codec.key_end
     if codec.open.endswith('"'):
         opened, typed = (quote + text.removeprefix('"') if text else "" for text in (opened, typed))
-    spelled = () if _CODE.search(opened) else ("\n", "<")
+    spelled = () if certain(opened) else ("\n", "<")
     return _Opener(Stops(typed, opened, *spelled, *outer), typed, opened)
 
 
 def _variants(close: str) -> tuple[str, ...]:
-    plain = close.startswith("</") and close.endswith(">") and not _CODE.search(close)
+    plain = close.startswith("</") and close.endswith(">") and not certain(close)
     return tuple(close[:-1] + end for end in _CLOSE_VARIANTS) if plain else ()
