@@ -64,12 +64,16 @@ class Turns:
 
 @dataclass(frozen=True)
 class Think:
-    """Thinking is ``open`` ``inner`` text ``inner`` ``close`` ``after``; the white space is layout, not content."""
+    """Thinking is ``open`` ``inner`` text ``inner`` ``close`` ``after``; the white space is layout, not content.
+
+    ``closer_alone``: an answer without thinking may begin with the closer.
+    """
 
     open: str
     close: str
     inner: str = "\n"
     after: str = "\n\n"
+    closer_alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+FREEFORM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Formats know only JSON arguments: a free-form tool's input travels as the one string ``input``."""
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _INTEGER = re.compile(r"-?\d+", re.ASCII)

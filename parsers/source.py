@@ -3,8 +3,8 @@
 The parser is recursive descent written as generators: ``yield`` means "more input, please". Everything above ``until``,
 ``literal`` and ``follows`` reads as if the whole text were there, so no chunking of the input can change what it does.
 
-A delimiter that is one token of the vocabulary travels in the buffer as a lone surrogate: text decoded from UTF-8 can
-never contain one, so the same characters spelled in ordinary tokens stay text.
+Each control token of a delimiter travels in the buffer as a lone surrogate, its code: text decoded from UTF-8 can never
+contain one, so the same characters spelled in ordinary tokens stay text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from typing import TypeVar
 T = TypeVar("T")
 Step = Generator[None, None, T]
 Emit = Callable[[str], None]
+
+
+_CODE = re.compile("[\ud800-\udfff]")
+
+
+def certain(text: str) -> bool:
+    """Does ``text`` have a control token, which no content can spell?"""
+    return _CODE.search(text) is not None
 
 
 class Cut(Exception):
@@ -55,8 +63,8 @@ class Source:
         """The input ended because the model stopped, not because it was cut off."""
         self.stop = ""
         """The delimiter that was returned last; it lies at ``at``."""
-        self.log: list[str] | None = None
-        """Consumed text, while a call may still turn out to be text."""
+        self.logs: list[list[str]] = []
+        """Consumed text, while it may still turn out to be no call."""
         self._edges: deque[tuple[int, int]] = deque([(0, 0)])
         self._length = 0
         self._tokens = 0
@@ -98,13 +106,14 @@ class Source:
     def advance(self, count: int) -> str:
         text, self.buffer = self.buffer[:count], self.buffer[count:]
         self.position += count
-        if self.log is not None:
-            self.log.append(text)
+        for log in self.logs:
+            log.append(text)
         while len(self._edges) > 1 and self._edges[1][0] <= self.at:
             self._edges.popleft()
         return text
 
-    def _stop(self, text: str) -> str:
+    def stop_here(self, text: str) -> str:
+        """Consumes a delimiter that comes next."""
         self.at, self.stop = self.position, text
         return self.advance(len(text))
 
@@ -121,7 +130,7 @@ class Source:
             if match and (match.start() < hold or self.ended):
                 if match.start():
                     emit(self.advance(match.start()))
-                return self._stop(match[0])
+                return self.stop_here(match[0])
             if hold:
                 self.at, self.stop = self.position + hold, ""
                 emit(self.advance(hold))
@@ -133,10 +142,15 @@ class Source:
 
     def take(self, stops: Stops, limit: int) -> Step[tuple[str, str | None]]:
         """The text up to the first stop, and the stop; (text, None) when it is longer than ``limit``. Raises Cut."""
+        text, stop = yield from self.upto(stops, limit)
+        return text, stop and self.stop_here(stop)
+
+    def upto(self, stops: Stops, limit: int) -> Step[tuple[str, str | None]]:
+        """As ``take``, but the stop is not consumed."""
         while True:
             match = stops.pattern.search(self.buffer)
-            if match and match.start() < stops.held(self.buffer):
-                return self.advance(match.start()), self._stop(match[0])
+            if match and (match.start() < stops.held(self.buffer) or self.ended):
+                return self.advance(match.start()), match[0]
             if len(self.buffer) > limit:
                 return self.buffer, None
             if self.ended:
@@ -166,7 +180,7 @@ class Source:
                 raise Cut
             yield
         if self.buffer.startswith(text):
-            self._stop(text)
+            self.stop_here(text)
             return True
         return False
 

@@ -37,7 +37,7 @@ M3 = replace(
     M2,
     name="minimax_m3",
     models=("MiniMax-M3",),
-    think=Think("<mm:think>", "</mm:think>", inner="", after=""),
+    think=Think("<mm:think>", "</mm:think>", inner="", after="", closer_alone=True),
     call=Call(
         f"{_MARK}<invoke",
         f"{_MARK}</invoke>",
