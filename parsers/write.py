@@ -7,55 +7,120 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from parsers.codecs.writers import Written, escaped
+from parsers.codecs.writers import arguments_text as codec_text
 from parsers.conversation import Block, Text, Thinking, Tool, ToolCall
-from parsers.format import Format, JsonCall, Tagged, ToolsText
+from parsers.format import Answer, Call, Format, Frames, JsonCall, PythonCalls, Tagged, Think, ToolsText
 from parsers.guard import Guard
-from parsers.schema import too_deep
-from parsers.stream import FREEFORM_SCHEMA
+from parsers.schema import FREEFORM_SCHEMA, too_deep
 
 ThinkingState = Literal["open", "unopened", "closed"]
 """What the prompt already holds: the opener of the thinking, nothing of it, or all of it (no thinking is wanted)."""
 
 
-def assistant_text(wire_format: Format, guard: Guard, blocks: Sequence[Block], state: ThinkingState) -> str:
-    """The text of an assistant turn without header and end. All thinking comes first, as models write it."""
-    parts: list[str] = []
-    think = wire_format.think
-    thinking = thinking_of(blocks)
-    if think and state != "closed" and (thinking or state == "open"):
-        opener = "" if state == "open" else think.open + think.inner
-        parts.append(f"{opener}{guard.text(thinking)}{think.inner}{think.close}{think.after}")
-    written, calls = False, 0
-    for block in blocks:
-        if isinstance(block, Text) and block.text:
-            parts.append(guard.text(block.text))
-            written = True
-        elif isinstance(block, ToolCall):
-            if written:
-                parts.append(wire_format.call.between if calls else wire_format.call.first)
-            parts.append(call_text(wire_format, guard, block))
-            written, calls = True, calls + 1
+def assistant_text(
+    wire_format: Format, guard: Guard, blocks: Sequence[Block], state: ThinkingState, first_call: int = 0
+) -> str:
+    """The text of an assistant turn without header and end. All thinking comes first, as models write it.
+    ``first_call`` is how many calls the conversation has before this turn."""
+    thinking = guard.text(thinking_of(blocks)) if state != "closed" else ""
+    groups = _groups(blocks, guard, first_call)
+    if wire_format.frames:
+        return _framed(wire_format, wire_format.frames, thinking, groups)
+    parts = [_thinking(wire_format.think, thinking, state)] if wire_format.think else []
+    written = False
+    for group in groups:
+        if isinstance(group, str):
+            parts.append(_wrapped(wire_format.answer, group))
+        else:
+            parts.append(_section(wire_format.call, group, written))
+        written = True
     return "".join(parts)
 
 
-def call_text(wire_format: Format, guard: Guard, block: ToolCall) -> str:
-    """One call with its wrapper."""
-    call = wire_format.call
-    match call.codec:
-        case JsonCall(names, arguments):
-            name = json.dumps(guard.text(block.name), ensure_ascii=False)
-            body = f'{{"{names[0]}": {name}, "{arguments[0]}": {guard.text(arguments_text(block))}}}'
-        case Tagged() as codec:
-            edge = "\n" if codec.trim == "newline" else ""
-            body = f"{codec.head}{guard.text(block.name)}{codec.head_end}\n"
-            for key, value in arguments_mapping(block).items():
-                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                key_text, value_text = guard.text(key), guard.text(text)
-                body += f"{codec.open}{key_text}{codec.open_end}{edge}{value_text}{edge}{codec.close}\n"
-            body += codec.tail
-    return f"{call.open}{call.inner}{body}{call.inner}{call.close}"
+@dataclass(frozen=True)
+class _Numbered:
+    """A call, its number in the conversation, and its number in the message."""
+
+    call: Written
+    number: int
+    ordinal: int
+
+
+def _groups(blocks: Sequence[Block], guard: Guard, first_call: int) -> list[str | list[_Numbered]]:
+    """Text, and runs of calls, in order."""
+    found: list[str | list[_Numbered]] = []
+    run: list[_Numbered] = []
+    calls = 0
+    for block in blocks:
+        if isinstance(block, Text) and block.text:
+            found.append(guard.text(block.text))
+            run = []
+        elif isinstance(block, ToolCall):
+            if not run:
+                found.append(run)
+            run.append(_Numbered(_written(block, guard), first_call + calls, calls + 1))
+            calls += 1
+    return found
+
+
+def _written(block: ToolCall, guard: Guard) -> Written:
+    arguments = {guard.text(key): guard.value(value) for key, value in arguments_mapping(block).items()}
+    return Written(guard.text(block.name), guard.text(block.id), guard.text(arguments_text(block)), arguments)
+
+
+def _thinking(think: Think, text: str, state: ThinkingState) -> str:
+    if state == "closed" or (state == "unopened" and not text):
+        return ""
+    opener = "" if state == "open" else think.open + think.inner
+    return f"{opener}{text}{think.inner}{think.close}{think.after}"
+
+
+def _wrapped(answer: Answer | None, text: str) -> str:
+    return f"{answer.open}{answer.inner}{text}{answer.inner}{answer.close}" if answer else text
+
+
+def _section(call: Call, calls: Sequence[_Numbered], behind_text: bool) -> str:
+    """Calls that follow each other."""
+    inside = call.between.join(call_text(call, one) for one in calls)
+    if isinstance(call.codec, JsonCall | PythonCalls) and call.codec.many:
+        inside = f"[{inside}]"
+    if call.section and not (call.bare and not behind_text):
+        inside = f"{call.section.open}{call.around}{inside}{call.around}{call.section.close}"
+    return call.first + inside if behind_text else inside
+
+
+def call_text(call: Call, one: _Numbered) -> str:
+    """One call with its own wrapper."""
+    written = one.call
+    name = escaped(written.name) if isinstance(call.codec, Tagged) and call.codec.escapes else written.name
+    header = call.header
+    for hole, value in (("{n}", str(one.number)), ("{n1}", str(one.ordinal)), ("{id}", written.id), ("{name}", name)):
+        header = header.replace(hole, value)
+    body = codec_text(call.codec, written)
+    if isinstance(call.codec, Tagged) and header.endswith(call.codec.between):
+        body = body.removeprefix(call.codec.between)
+    return f"{call.open}{call.inner}{header}{body}{call.tail}{call.inner}{call.close}"
+
+
+def _framed(wire_format: Format, frames: Frames, thinking: str, groups: Sequence[str | list[_Numbered]]) -> str:
+    """Messages; the first has its start in the prompt, and the last ends with the turn unless its call ends that."""
+    messages = [(frames.thinking, thinking, frames.ends[0])] if thinking else []
+    for group in groups:
+        if isinstance(group, str):
+            messages.append((frames.text, group, frames.ends[0]))
+            continue
+        for one in group:
+            header = frames.call.replace("{name}", one.call.name)
+            messages.append((header, _section(wire_format.call, [one], behind_text=False), frames.ends[0]))
+    if groups and not isinstance(groups[-1], str) and frames.call_end in wire_format.ends:
+        messages[-1] = (*messages[-1][:2], frames.call_end)
+    elif messages:
+        messages[-1] = (*messages[-1][:2], "")
+    return frames.start.join(f"{header}{frames.message}{body}{end}" for header, body, end in messages)
 
 
 def thinking_of(blocks: Sequence[Block]) -> str:

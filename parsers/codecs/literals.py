@@ -261,7 +261,9 @@ class PythonReader:
 
     def __init__(self, codec: PythonCalls, fence: Fence) -> None:
         self._many = codec.many
-        strings = {q: QuotedString(q, fence.ends, escapes=True) for q in ('"""', "'''", '"', "'")}
+        before = tuple(text for text in (*_GO_ON, *fence.closes) if text)
+        quotes = ('"""', "'''", '"', "'")
+        strings = {quote: QuotedString(quote, fence.ends, escapes=True, closes_before=before) for quote in quotes}
         self._values = LiteralValues(fence, strings, frozenset(), bare=False)
         self._json = JsonCallReader(JsonCall(many=True), fence)
         outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)

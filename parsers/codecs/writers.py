@@ -1,0 +1,115 @@
+"""Codecs the other way: decoded arguments to the text that a reader turns back into them.
+
+All text comes from the guard already, so what looks like a delimiter in a value is not one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from parsers.format import Codec, Elements, Json, JsonCall, Literals, PythonCalls, Tagged
+
+_BARE_KEY = re.compile(r"[^\s:,{}\[\]()\"'<>|]+")
+_PYTHON_WORDS = {True: "True", False: "False", None: "None"}
+_TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null", dict: "object", list: "array"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A call to write: its name and id, its arguments verbatim and decoded."""
+
+    name: str
+    id: str
+    json: str
+    arguments: Mapping[str, object]
+
+
+def arguments_text(codec: Codec, call: Written) -> str:
+    """What stands behind the header; all of the call where the codec names the tool itself."""
+    match codec:
+        case Json():
+            return call.json
+        case JsonCall():
+            names = f'"{codec.names[0]}": {_json(call.name)}, "{codec.arguments[0]}": {call.json}'
+            return "{" + names + (f', "{codec.id_key}": {_json(call.id)}' if codec.id_key else "") + "}"
+        case Tagged():
+            return codec.between + "".join(_tagged(codec, *member) + codec.between for member in call.arguments.items())
+        case Literals():
+            ordered = sorted(call.arguments.items(), key=lambda member: member[0].lower())
+            return _braces(f"{_literal_key(codec, key)}:{_literal(codec, value)}" for key, value in ordered)
+        case Elements():
+            return "".join(_elements(codec, call.arguments))
+        case PythonCalls():
+            return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
+
+
+def escaped(text: str) -> str:
+    """Text inside an attribute."""
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _tagged(codec: Tagged, key: str, value: object) -> str:
+    edge = "\n" if codec.trim == "newline" else ""
+    text = value if isinstance(value, str) else _json(value)
+    kind = ""
+    if codec.typed == "string":
+        kind = codec.key_end + ("true" if isinstance(value, str) else "false")
+    elif codec.typed:
+        kind = codec.key_end + _TYPE_NAMES.get(type(value), "number")
+    return f"{codec.open}{escaped(key) if codec.escapes else key}{kind}{codec.open_end}{edge}{text}{edge}{codec.close}"
+
+
+def _literal(codec: Literals, value: object) -> str:
+    match value:
+        case str():
+            return f"{codec.quote}{value}{codec.quote}"
+        case dict():
+            ordered = sorted(value.items(), key=lambda member: str(member[0]).lower())
+            return _braces(f"{_literal_key(codec, key)}:{_literal(codec, one)}" for key, one in ordered)
+        case list():
+            return "[" + ",".join(_literal(codec, one) for one in value) + "]"
+        case None:
+            return "None"
+    return _json(value)
+
+
+def _literal_key(codec: Literals, key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else f"{codec.quote}{key}{codec.quote}"
+
+
+def _braces(members: Iterator[str]) -> str:
+    return "{" + ",".join(members) + "}"
+
+
+def _elements(codec: Elements, value: object) -> Iterator[str]:
+    """Nothing is written for null: an element that is not there."""
+    match value:
+        case Mapping():
+            members = [(str(key), one) for key, one in value.items() if one is not None]
+        case list():
+            members = [(codec.item, one) for one in value]
+        case _:
+            yield value if isinstance(value, str) else "" if value is None else _json(value)
+            return
+    for key, one in members:
+        yield f"{codec.prefix}<{key}>"
+        yield from _elements(codec, one)
+        yield f"{codec.prefix}</{key}>"
+
+
+def _python(value: object) -> str:
+    match value:
+        case bool() | None:
+            return _PYTHON_WORDS[value]
+        case list():
+            return "[" + ", ".join(map(_python, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_json(key)}: {_python(one)}" for key, one in value.items()) + "}"
+    return _json(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
