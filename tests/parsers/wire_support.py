@@ -1,0 +1,123 @@
+"""Every format over a vocabulary of bytes and its own control tokens, without a checkpoint or a template."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine.weights.tiktoken import bytes_to_unicode
+from parsers.conversation import Block, Tool
+from parsers.events import Boundary
+from parsers.families.registry import FORMATS
+from parsers.format import Format
+from parsers.guard import Guard
+from parsers.stream import StreamParser
+from parsers.tokens import Tokenizer
+from parsers.wire import Wire
+from parsers.write import assistant_text
+from tests.parsers.parsed import TOOLS, Parsed
+
+SUFFIX = ":opensource"
+_SPECIAL = re.compile(r"<\|[^|<>]*\|?>|<[^|<>]*\|>|<｜[^｜<>]*｜>|\[/?[A-Z_]+\]|<SPECIAL_\d+>|\[e~\[|<\|\"\|>|</s>|<eos>")
+_TAGS = ("<think>", "</think>")
+_VISIBLE = {
+    "hermes": (*_TAGS, "<tool_call>", "</tool_call>"),
+    "glm": (*_TAGS, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "dsml": (*_TAGS, "｜DSML｜"),
+    "seed": ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>", "<seed:bos>", "<seed:eos>"),
+    "hy3": tuple(
+        f"<{slash}{tag}{SUFFIX}>"
+        for tag in ("think", "tool_calls", "tool_call", "arg_key", "arg_value")
+        for slash in ("", "/")
+    )
+    + (f"<tool_sep{SUFFIX}>",),
+    "m2": (*_TAGS, "<minimax:tool_call>", "</minimax:tool_call>"),
+    "m3": ("<mm:think>", "</mm:think>", "]<]minimax[>["),
+    "longcat": ("<longcat_think>", "</longcat_think>", "<longcat_tool_call>", "</longcat_tool_call>"),
+    "text": (),
+}
+_KIND = {
+    **dict.fromkeys(("hermes", "qwen3_xml", "qwen38", "nemotron3", "mimo", "step35", "chatml", "granite4"), "hermes"),
+    **dict.fromkeys(("ernie45", "step3", "olmo3", "granite3"), "hermes"),
+    **dict.fromkeys(("glm45", "glm47", "glm53"), "glm"),
+    **dict.fromkeys(("deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k2"), "dsml"),
+    **{"seed_oss": "seed", "hy3": "hy3", "minimax_m2": "m2", "minimax_m3": "m3", "longcat": "longcat"},
+}
+"""Which tags are single tokens that may be seen; other families spell their tags in ordinary tokens."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A format with a vocabulary."""
+
+    format: Format
+    tokenizer: Tokenizer
+    wire: Wire
+    guard: Guard
+
+    def parser(self, tools: Sequence[Tool] = TOOLS, thinking_open: bool = False) -> StreamParser:
+        return StreamParser(self.format, self.wire, self.tokenizer, tools, thinking_open)
+
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Tool] = TOOLS,
+        *,
+        thinking_open: bool = False,
+        reason: Literal["stop", "length", "abort"] = "stop",
+    ) -> Parsed:
+        parser = self.parser(tools, thinking_open)
+        parsed = Parsed()
+        for token in ids:
+            parsed.add(parser.feed(token))
+        parsed.add(parser.finish(reason))
+        return parsed
+
+    def say(self, text: str, tools: Sequence[Tool] = TOOLS, thinking_open: bool = False) -> Parsed:
+        """Parses the format's own text, control tokens recognised."""
+        return self.parse(self.tokenizer.encode_trusted(text), tools, thinking_open=thinking_open)
+
+    def output(self, blocks: Sequence[Block], thinking_open: bool = False) -> list[int]:
+        """What a perfect model samples for a turn."""
+        text = assistant_text(self.format, self.guard, blocks, "open" if thinking_open else "unopened")
+        end = "" if self.format.frames else self.format.ends[0]
+        return self.tokenizer.encode_trusted(text + end)
+
+    def characters_before(self, ids: Sequence[int], boundary: Boundary) -> int:
+        """A boundary's position, which does not depend on how the text was cut into tokens."""
+        tokens = boundary.token if boundary.exact else boundary.token + 1
+        return len(self.tokenizer.decode(ids[:tokens])) - len(boundary.rest)
+
+
+@cache
+def machine(name: str) -> Machine:
+    found = next(known for known in FORMATS if known.name == name).with_suffix(SUFFIX)
+    turns = found.turns
+    headers = [edge for pair in (turns.system, turns.user, turns.assistant, turns.tools) for edge in (pair.open, pair.close)]
+    texts = "\n".join((*found.generated(), *headers))
+    special = dict.fromkeys((*_SPECIAL.findall(texts), *found.ends))
+    visible = [tag for tag in _VISIBLE[_KIND.get(name, "text")] if tag in texts]
+    letters = bytes_to_unicode()
+    fast = FastTokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_tokens([AddedToken(token, special=token not in visible, normalized=False) for token in (*visible, *special)])
+    tokenizer = Tokenizer(json.loads(fast.to_str()))
+    return Machine(found, tokenizer, Wire.resolve(found, tokenizer), Guard(tokenizer.control))
+
+
+NAMES = tuple(known.name for known in FORMATS)
+
+
+def respelled(tokenizer: Tokenizer, ids: Iterable[int], seed: int) -> list[int]:
+    """The same text in other tokens would need a bigger vocabulary; here only code points are cut differently."""
+    raise NotImplementedError
