@@ -103,6 +103,8 @@ class Coder(Protocol):
 
     def code(self, text: str) -> str: ...
 
+    def text_of(self, buffer: str) -> str: ...
+
 
 class Reader(Protocol):
     """Reads the arguments of one call."""

@@ -152,7 +152,7 @@ class JsonCallReader:
         self._codec = codec
         self._behind = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
         self._values = JsonValues(fence)
-        self._separator = "," if codec.many else "" if any(fence.opens) else ";"
+        self._separator = "," if codec.many else ";"
 
     def begin(self, source: Source) -> Step[None]:
         if self._codec.many:
@@ -161,8 +161,6 @@ class JsonCallReader:
                 source.advance(1)
 
     def more(self, source: Source) -> Step[bool]:
-        if not self._separator:
-            return False
         yield from source.space()
         character = yield from source.peek()
         if character and character in (self._separator, "]"):

@@ -10,6 +10,7 @@ from parsers.codecs.json_text import JsonCallReader, JsonReader
 from parsers.codecs.literals import LiteralsReader, PythonReader
 from parsers.codecs.tagged import TaggedReader
 from parsers.format import Codec, Elements, Json, JsonCall, Literals, Pair, PythonCalls, Tagged
+from parsers.source import certain
 
 
 def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
@@ -23,7 +24,8 @@ def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
         case Tagged():
             whole = codec.whole and Pair(code(codec.whole.open), code(codec.whole.close))
             coded = replace(codec, open=code(codec.open), open_end=code(codec.open_end), close=code(codec.close))
-            return TaggedReader(replace(coded, key_end=code(codec.key_end), whole=whole), fence)
+            spelled = frozenset(wire.text_of(close) for close in fence.closes if certain(close))
+            return TaggedReader(replace(coded, key_end=code(codec.key_end), whole=whole), fence, spelled)
         case Literals():
             return LiteralsReader(Literals(code(codec.quote)), fence, spelled=codec.quote)
         case Elements():

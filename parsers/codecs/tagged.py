@@ -33,9 +33,12 @@ class _Opener:
 
 
 class TaggedReader(Single):
-    """Reads ``Tagged`` arguments. Values that are certainly strings stream; others are written when they close."""
+    """Reads ``Tagged`` arguments. Values that are certainly strings stream; others are written when they close.
 
-    def __init__(self, codec: Tagged, fence: Fence) -> None:
+    ``spelled``: closers in ordinary characters of which there is one in control tokens.
+    """
+
+    def __init__(self, codec: Tagged, fence: Fence, spelled: frozenset[str]) -> None:
         self._codec = codec
         self._tail = fence.tail
         self._ends = fence.ends
@@ -52,11 +55,9 @@ class TaggedReader(Single):
         self._closes = (codec.close, *_variants(codec.close))
         self._between = Stops(self._stem, self._whole or "", self._tail, *outer)
         self._value = Stops(*self._closes, self._stem, self._tail, *outer)
-        self._fence_closes = frozenset(fence.closes)
+        self._spelled = spelled
         self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text)
-        tokens = tuple(text for text in fence.closes if certain(text))
-        self._closes_of_tokens = frozenset(tokens)
-        self._after = (*(tokens or fence.closes), *self._opens_or_ends)
+        self._after = tuple(text for text in outer if text not in spelled)
         self._after_spelled = outer
 
     def read(self, source: Source, call: Call) -> Step[str]:
@@ -165,7 +166,7 @@ class TaggedReader(Single):
             return at_line and (yield from self._declared_key(source, call))
         if stop == self._tail:
             return at_line and (yield from _ahead(source, (after,)))
-        if self._closes_of_tokens and stop in self._fence_closes and not call.guarded:
+        if stop in self._spelled and not call.guarded:
             return (yield from source.follows(self._opens_or_ends))
         return at_line or (yield from source.follows(self._opens_or_ends))
 
