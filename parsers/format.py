@@ -78,11 +78,12 @@ class Think:
 
 @dataclass(frozen=True)
 class Answer:
-    """A wrapper around visible text."""
+    """A wrapper around visible text. ``always``: an answer of calls alone begins with an empty one."""
 
     open: str
     close: str
     inner: str = ""
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Calls as Python: ``name(key=literal, ...)``. ``many``: in one list; else one call per line."""
+    """Calls as Python: ``name(key=literal, ...)``. ``many``: in one list; else one call per line. ``quote`` is the one
+    that strings are written in where they need no escapes."""
 
     many: bool = True
+    quote: str = '"'
 
 
 Codec = Json | JsonCall | Tagged | Literals | Elements | PythonCalls
@@ -184,6 +187,8 @@ class Call:
     inner: str = "\n"
     first: str = "\n"
     between: str = "\n"
+    first_alone: bool = False
+    """``first`` is written where no text is before the calls, too."""
     around: str = ""
     """Layout behind the section's opener and before its closer."""
     bare: bool = False

@@ -31,6 +31,8 @@ def assistant_text(
     if wire_format.frames:
         return _framed(wire_format, wire_format.frames, thinking, groups)
     parts = [_thinking(wire_format.think, thinking, state)] if wire_format.think else []
+    if wire_format.answer and wire_format.answer.always and not any(isinstance(group, str) for group in groups):
+        parts.append(_wrapped(wire_format.answer, ""))
     written = False
     for group in groups:
         if isinstance(group, str):
@@ -90,7 +92,7 @@ def _section(call: Call, calls: Sequence[_Numbered], behind_text: bool) -> str:
         inside = f"[{inside}]"
     if call.section and not (call.bare and not behind_text):
         inside = f"{call.section.open}{call.around}{inside}{call.around}{call.section.close}"
-    return call.first + inside if behind_text else inside
+    return call.first + inside if behind_text or call.first_alone else inside
 
 
 def call_text(call: Call, one: _Numbered) -> str:

@@ -168,7 +168,7 @@ class TaggedReader(Single):
             return at_line and (yield from _ahead(source, (after,)))
         if stop in self._spelled and not call.guarded:
             return (yield from source.follows(self._opens_or_ends))
-        return at_line or (yield from source.follows(self._opens_or_ends))
+        return value.line_start or (yield from source.follows(self._opens_or_ends))
 
     def _declared_key(self, source: Source, call: Call) -> Step[bool]:
         """Does the opener of a parameter that the tool has come next, behind its stem? Consumes nothing."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from parsers.format import Codec, Elements, Json, JsonCall, Literals, PythonCalls, Tagged
 
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]()\"'<>|]+")
+_UNESCAPED = re.compile(r"[^\\\x00-\x1f]*")
 _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
 _TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null", dict: "object", list: "array"}
 
@@ -43,7 +44,8 @@ def arguments_text(codec: Codec, call: Written) -> str:
         case Elements():
             return "".join(_elements(codec, call.arguments))
         case PythonCalls():
-            return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
+            members = ", ".join(f"{key}={_python(codec, value)}" for key, value in call.arguments.items())
+            return f"{call.name}({members})"
 
 
 def escaped(text: str) -> str:
@@ -100,14 +102,14 @@ def _elements(codec: Elements, value: object) -> Iterator[str]:
         yield f"{codec.prefix}</{key}>"
 
 
-def _python(value: object) -> str:
+def _python(codec: PythonCalls, value: object) -> str:
     match value:
+        case str() if codec.quote not in value and _UNESCAPED.fullmatch(value):
+            return f"{codec.quote}{value}{codec.quote}"
         case bool() | None:
             return _PYTHON_WORDS[value]
         case list():
-            return "[" + ", ".join(map(_python, value)) + "]"
-        case dict():
-            return "{" + ", ".join(f"{_json(key)}: {_python(one)}" for key, one in value.items()) + "}"
+            return "[" + ", ".join(_python(codec, one) for one in value) + "]"
     return _json(value)
 
 

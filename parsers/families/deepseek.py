@@ -75,6 +75,7 @@ def _dsml(section: str, space: str) -> Call:
         section=Pair(f"<{mark}{section}>", f"</{mark}{section}>"),
         inner="",
         first="\n\n",
+        first_alone=True,
         around="\n",
     )
 

@@ -69,8 +69,8 @@ LING3 = replace(
         tools="<role>OBSERVATION</role>",
         end="<|role_end|>",
     ),
-    think=Think("<think>", "</think>", inner="", after="\n"),
-    call=replace(GLM45.call, header="{name}"),
+    think=Think("<think>", "</think>", inner="", after=""),
+    call=replace(GLM45.call, codec=replace(_PARAMETERS, between=""), tail="\n"),
 )
 
 HY3 = replace(
@@ -78,7 +78,7 @@ HY3 = replace(
     name="hy3",
     models=("Hy3",),
     turns=CHATML,
-    think=Think("<think{suffix}>", "</think{suffix}>"),
+    think=Think("<think{suffix}>", "</think{suffix}>", inner="", after=""),
     call=Call(
         "<tool_call{suffix}>",
         "</tool_call{suffix}>",
@@ -91,6 +91,7 @@ HY3 = replace(
         header="{name}<tool_sep{suffix}>\n",
         section=Pair("<tool_calls{suffix}>", "</tool_calls{suffix}>"),
         inner="",
+        first="",
         around="\n",
     ),
     result=Result("\n", "<tool_response>", "</tool_response>"),

@@ -44,7 +44,7 @@ K3 = Format(
         stops=("<|end_of_msg|>",),
     ),
     think=Think("<|open|>think<|sep|>", "<|close|>think<|sep|>", inner="", after=""),
-    answer=Answer("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    answer=Answer("<|open|>response<|sep|>", "<|close|>response<|sep|>", always=True),
     call=Call(
         "<|open|>call",
         "<|close|>call<|sep|>",

@@ -8,8 +8,8 @@ from parsers.families.hermes import CHATML, GRANITE4
 from parsers.format import Answer, Call, Format, JsonCall, Pair, PythonCalls, Result, Switches, Tagged, Think, Turns
 
 
-def _json_list(begin: str, end: str) -> Call:
-    return Call("", "", JsonCall(many=True), section=Pair(begin, end), inner="", first="", between=", ")
+def _json_list(begin: str, end: str, first: str = "") -> Call:
+    return Call("", "", JsonCall(many=True), section=Pair(begin, end), inner="", first=first, between=", ")
 
 
 GRANITE3 = Format(
@@ -34,7 +34,7 @@ NEMOTRON2 = Format(
         tail="\n",
     ),
     think=Think("<think>", "</think>"),
-    call=_json_list("<TOOLCALL>", "</TOOLCALL>"),
+    call=_json_list("<TOOLCALL>", "</TOOLCALL>", first="\n"),
     result=Result("", "<TOOL_RESPONSE>[", "]</TOOL_RESPONSE>", inner=""),
     switches=Switches(on={}, off={}),
 )
@@ -85,10 +85,11 @@ LFM2 = Format(
     name="lfm2",
     models=("LFM2", "LFM2.5"),
     turns=replace(CHATML, tools=Pair("<|im_start|>tool\n", "<|im_end|>")),
+    think=Think("<think>", "</think>", inner="", after=""),
     call=Call(
         "",
         "",
-        PythonCalls(),
+        PythonCalls(quote="'"),
         section=Pair("<|tool_call_start|>", "<|tool_call_end|>"),
         inner="",
         first="",

@@ -27,6 +27,7 @@ M2 = Format(
         header=' name="{name}">\n',
         section=Pair("<minimax:tool_call>", "</minimax:tool_call>"),
         inner="",
+        first_alone=True,
         around="\n",
     ),
     result=Result("\n", "<response>", "</response>", inner=""),
@@ -45,6 +46,7 @@ M3 = replace(
         header=' name="{name}">',
         section=Pair(f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"),
         inner="",
+        first="",
         around="\n",
     ),
     switches=Switches(

@@ -33,6 +33,8 @@ NEMOTRON3 = replace(
     QWEN3_XML,
     name="nemotron3",
     models=("Nemotron-3",),
+    think=Think("<think>", "</think>", after="\n"),
+    call=replace(QWEN3_XML.call, first="\n"),
     switches=Switches(always={"truncate_history_thinking": False}),
 )
 
@@ -45,6 +47,8 @@ STEP35 = replace(
     name="step35",
     models=("Step-3.5",),
     turns=replace(CHATML, tools=Pair("<|im_start|>tool_response", "<|im_end|>")),
+    think=Think("<think>", "</think>", after="\n"),
+    call=replace(QWEN3_XML.call, first="", between=""),
     result=Result("\n", "<tool_response>", "</tool_response>", inner=""),
     switches=Switches(on={}, off={}),
 )
@@ -59,13 +63,14 @@ SEED = Format(
         tools="<seed:bos>tool\n",
         end="<seed:eos>",
     ),
-    think=Think("<seed:think>", "</seed:think>", inner="", after=""),
+    think=Think("<seed:think>", "</seed:think>", inner="", after="\n"),
     call=Call(
         "<seed:tool_call>",
         "</seed:tool_call>",
         replace(PARAMETERS, trim="none"),
         header="<function={name}>",
         tail="</function>",
+        first="\n\n",
     ),
     result=Result("", "", "", inner=""),
     switches=Switches(
