@@ -188,7 +188,7 @@ class Replay:
             for at, number in zip(places, answers, strict=True):
                 turns[at] = dataclasses.replace(turns[at], sampled=self._sampled.get(number))
         whole = dataclasses.replace(inbound.conversation, turns=tuple(turns))
-        return self._family.render(whole, thinking=inbound.options.thinking)
+        return self._family.render(whole, thinking=inbound.options.thinking, effort=inbound.options.effort)
 
     def _exact(self, prompt: Prompt, tokens: tuple[int, ...]) -> Sampled:
         parser = self._family.parser(prompt, ())

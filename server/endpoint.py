@@ -115,9 +115,9 @@ async def count(request: Request, state: ServerState) -> Json:
     """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
     body = await read_body(request, state.settings.max_body_bytes)
     try:
-        meta, conversation, thinking = anthropic.read_count(body, request.headers, request.state.namespace)
+        meta, conversation, thought = anthropic.read_count(body, request.headers, request.state.namespace)
     except ValidationError as error:
         raise ApiError.from_validation(error) from error
     check_model(state, meta.model)
-    prompt = await generate.render(state, state.sessions.normalise(meta, conversation), thinking)
+    prompt = await generate.render(state, state.sessions.normalise(meta, conversation), *thought)
     return Json({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))

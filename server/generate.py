@@ -16,6 +16,7 @@ from anyio import to_thread
 from engine.api import Anchor, Done, Failed, ModelInfo, Request, Reuse, Sampling, Tokens, Watch
 from engine.client import EngineError, EngineStream
 from parsers.conversation import Conversation, Text, Tool, ToolCall
+from parsers.format import Effort
 from parsers.load import RenderError, StreamParser
 from parsers.render import Prompt
 from server.blocks import Assembler, BlockEvent
@@ -42,6 +43,7 @@ class Options:
 
     max_tokens: int | None = None
     thinking: bool = True
+    effort: Effort | None = None
     tools: bool = True
     described_tools: tuple[Tool, ...] = ()
     parallel_calls: bool = True
@@ -107,7 +109,7 @@ async def _start(
 ) -> Generation:
     visit = state.sessions.begin(meta, conversation, info.incarnation)
     state.idle.interrupt(visit.session_id)
-    prompt = await render(state, visit.conversation, options.thinking)
+    prompt = await render(state, visit.conversation, options.thinking, options.effort)
     max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))
     request = Request(
         id=uuid4().hex,
@@ -142,7 +144,9 @@ async def worker(state: ServerState) -> ModelInfo:
         raise _from_engine(error, 0) from error
 
 
-async def render(state: ServerState, conversation: Conversation, thinking: bool) -> Prompt:
+async def render(
+    state: ServerState, conversation: Conversation, thinking: bool, effort: Effort | None = None
+) -> Prompt:
     """The prompt, rendered off the event loop. What cannot fit the context is refused before it is tokenized. Raises
     ApiError."""
     info = state.engine.info
@@ -152,7 +156,7 @@ async def render(state: ServerState, conversation: Conversation, thinking: bool)
         least = state.family.least_tokens(conversation)
         if least > most:
             raise ApiError.prompt_too_long(least, most)
-        return state.family.render(conversation, thinking=thinking)
+        return state.family.render(conversation, thinking=thinking, effort=effort)
 
     try:
         return await to_thread.run_sync(work, limiter=state.render_limiter)

@@ -18,6 +18,7 @@ Cause = Literal[
     "first_request",
     "system_changed",
     "tools_changed",
+    "effort_changed",
     "thinking_stripped",
     "tool_args_changed",
     "text_changed",
@@ -38,7 +39,8 @@ GRAIN = 64
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A prompt and the conversation it was rendered from. ``tokens``: packed ids. ``exact``: per turn, whether its
-    sampled tokens were put in. ``incarnation``: the engine worker that it was sent to."""
+    sampled tokens were put in. ``incarnation``: the engine worker that it was sent to. ``effort``: how much thinking
+    was wanted, which some templates write in front of everything."""
 
     tokens: bytes
     tools: bytes
@@ -48,6 +50,7 @@ class Asked:
     exact: tuple[bool, ...]
     kind: Kind
     incarnation: str
+    effort: str = ""
 
     @property
     def length(self) -> int:
@@ -159,6 +162,19 @@ def _system(seen: Facts) -> Cause | None:
     return "system_changed" if seen.past and seen.past.system != seen.now.system else None
 
 
+def _effort(seen: Facts) -> Cause | None:
+    """Another effort, and the conversation says the same up to the divergence. How much thinking is wanted is said in
+    front of the conversation; only whether it is wanted at all may show in answers."""
+    if seen.past is None or seen.past.effort == seen.now.effort:
+        return None
+    span = _turn_span(seen)
+    if span is None:
+        return "effort_changed"
+    edited = seen.turn is not None and seen.turn <= span.turn
+    level = "none" not in (seen.past.effort, seen.now.effort)
+    return None if edited or (level and span.turn >= seen.now.head) else "effort_changed"
+
+
 def _compacted(seen: Facts) -> Cause | None:
     """After a request for a summary everything may be new, the head as well."""
     asked = seen.last is not None and seen.last.kind == "compaction" and seen.now.kind != "compaction"
@@ -216,6 +232,7 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     _compacted,
     _tools,
     _system,
+    _effort,
     _shrunk,
     _rerendered,
     _changed,

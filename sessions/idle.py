@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parsers.conversation import Conversation, Text, ToolCall, Turn
+from parsers.format import Effort
 from parsers.load import Family
 from sessions.anchors import PRIORITIES, AnchorPoint, anchor_points
 from sessions.causes import Asked
@@ -30,6 +31,7 @@ class Followup:
     namespace: str
     conversation: Conversation
     thinking: bool
+    effort: Effort | None
     answered: Asked
 
     @property
@@ -59,7 +61,7 @@ def predict(family: Family, followup: Followup, priorities: Mapping[str, float] 
     if not followup.waits_for_user:
         return None
     conversation = replace(followup.conversation, turns=(*followup.conversation.turns, _WORDS))
-    prompt = family.render(conversation, thinking=followup.thinking)
+    prompt = family.render(conversation, thinking=followup.thinking, effort=followup.effort)
     end = next((s.start for s in prompt.spans if s.kind == "user" and s.turn == len(conversation.turns) - 1), 0)
     tokens = prompt.ids[:end]
     asked = replace(followup.answered, tokens=pack(tokens))

@@ -180,6 +180,7 @@ class Visit:
                 self._place.session.namespace,
                 conversation,
                 prompt.thinking,
+                prompt.effort,
                 answered,
             )
 
@@ -194,6 +195,7 @@ class Visit:
             tuple(turn.sampled is not None for turn in conversation.turns),
             self.kind,
             self._incarnation,
+            (prompt.effort or "usual") if prompt.thinking else "none",
         )
 
 

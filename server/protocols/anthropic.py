@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.format import Effort
 from server.generate import Options
 from server.protocols.anthropic_events import AnthropicWriter
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
@@ -17,6 +18,9 @@ from sessions.tracker import RequestMeta
 
 _CLOSING_TEXT = "(no answer)"
 """Claude Code drops an answer of nothing but thinking and edits its history; it must see some text."""
+
+_BUDGETS: tuple[tuple[int, Effort], ...] = ((1_024, "minimal"), (4_096, "low"), (16_384, "medium"), (32_768, "high"))
+"""Up to how many tokens of thinking an effort is."""
 
 
 def _blocks(value: object) -> object:
@@ -84,6 +88,7 @@ class _Tool(Wire):
 
 class _ThinkingConfig(Wire):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1)
 
 
 class _ToolChoice(Wire):
@@ -97,6 +102,7 @@ class _Format(Wire):
 
 class _OutputConfig(Wire):
     format: _Format | None = None
+    effort: Effort | None = None
 
 
 class _Metadata(Wire):
@@ -110,6 +116,7 @@ class CountRequest(Wire):
     tools: Items[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
+    output_config: _OutputConfig | None = None
     metadata: _Metadata | None = None
 
 
@@ -120,13 +127,13 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
-    output_config: _OutputConfig | None = None
     mcp_servers: Items[dict[str, Any]] | None = None
 
 
 def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
     request = MessagesRequest.model_validate(body)
     conversation, deferred = _conversation(request)
+    thinking, effort = _thought(request)
     choice = request.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         raise invalid(f"tool_choice {choice.type!r} is not supported yet; use auto or none", "tool_choice")
@@ -136,7 +143,8 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
         conversation,
         Options(
             max_tokens=request.max_tokens,
-            thinking=_thinks(request),
+            thinking=thinking,
+            effort=effort,
             tools=choice is None or choice.type != "none",
             described_tools=deferred,
             parallel_calls=choice is None or not choice.disable_parallel_tool_use,
@@ -161,15 +169,24 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
     )
 
 
-def read_count(body: object, headers: Mapping[str, str], namespace: str) -> tuple[RequestMeta, Conversation, bool]:
-    """For counting tokens; the last value says whether the model would think."""
+def read_count(
+    body: object, headers: Mapping[str, str], namespace: str
+) -> tuple[RequestMeta, Conversation, tuple[bool, Effort | None]]:
+    """For counting tokens; the last value says whether the model would think, and how much."""
     request = CountRequest.model_validate(body)
     meta = RequestMeta("anthropic", headers, _session(request.metadata), namespace, request.model)
-    return meta, _conversation(request)[0], _thinks(request)
+    return meta, _conversation(request)[0], _thought(request)
 
 
-def _thinks(request: CountRequest) -> bool:
-    return request.thinking is not None and request.thinking.type != "disabled"
+def _thought(request: CountRequest) -> tuple[bool, Effort | None]:
+    """An effort in words counts for more than a number of tokens."""
+    config = request.thinking
+    effort = request.output_config.effort if request.output_config is not None else None
+    if config is None or config.type == "disabled":
+        return False, effort
+    if effort is None and config.budget_tokens is not None:
+        effort = next((name for most, name in _BUDGETS if config.budget_tokens <= most), "max")
+    return True, effort
 
 
 def _wants_json(config: _OutputConfig | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from server.protocols.chat_events import ChatWriter, LogprobFormat
@@ -102,6 +103,13 @@ class _ResponseFormat(Wire):
     type: str
 
 
+class _TemplateSwitches(Wire):
+    """What other servers pass on to the template; the names differ between models, so either is taken."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class ChatRequest(Wire):
     model: str = Field(min_length=1)
     messages: Items[_Message]
@@ -126,7 +134,8 @@ class ChatRequest(Wire):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: _ResponseFormat | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: _TemplateSwitches | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None
 
@@ -148,7 +157,8 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
         Conversation(_turns(request.messages), tuple(_tool(tool.function) for tool in request.tools or ())),
         Options(
             max_tokens=max_tokens,
-            thinking=request.reasoning_effort != "none",
+            thinking=_thinks(request),
+            effort=request.reasoning_effort,
             tools=request.tool_choice != "none",
             parallel_calls=request.parallel_tool_calls is not False,
             stop=tuple(request.stop),
@@ -178,6 +188,11 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
             logprobs=logprobs if request.logprobs else None,
         ),
     )
+
+
+def _thinks(request: ChatRequest) -> bool:
+    switches = request.chat_template_kwargs or _TemplateSwitches()
+    return request.reasoning_effort != "none" and False not in (switches.enable_thinking, switches.thinking)
 
 
 def _refuse(request: ChatRequest, body: object) -> None:

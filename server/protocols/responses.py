@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
+from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid
 from server.protocols.responses_events import ResponsesWriter
@@ -102,7 +103,7 @@ _Item = Annotated[
 
 
 class _ReasoningConfig(Wire):
-    effort: str | None = None
+    effort: Effort | None = None
 
 
 class _Format(Wire):
@@ -138,13 +139,15 @@ class ResponsesRequest(Wire):
 def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
     request = ResponsesRequest.model_validate(body)
     _refuse(request)
+    effort = request.reasoning.effort if request.reasoning is not None else None
     tools, names = read_tools(request.tools or [])
     turns = _turns(request)
     return Inbound(
         Conversation(turns, tools),
         Options(
             max_tokens=request.max_output_tokens,
-            thinking=request.reasoning is None or request.reasoning.effort != "none",
+            thinking=effort != "none",
+            effort=effort,
             tools=request.tool_choice != "none",
             parallel_calls=request.parallel_tool_calls is not False,
             temperature=request.temperature,

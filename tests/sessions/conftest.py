@@ -15,6 +15,7 @@ import pytest
 from engine.weights.tiktoken import build_byte_tokenizer
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.events import Boundary, Event, TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
+from parsers.format import Effort
 from parsers.load import Family, Probe, Prompt, Span, load_family
 from sessions.persist import Persist
 from sessions.session import Limits
@@ -42,7 +43,7 @@ class FakeFamily:
     def encode(self, text: str) -> list[int]:
         return [self.words.setdefault(word, len(self.words)) for word in WORD.findall(text)]
 
-    def render(self, conversation: Conversation, *, thinking: bool = True) -> Prompt:
+    def render(self, conversation: Conversation, *, thinking: bool = True, effort: Effort | None = None) -> Prompt:
         ids: list[int] = []
         spans: list[Span] = []
         last_user = max((i for i, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
@@ -51,6 +52,8 @@ class FakeFamily:
             spans.append(Span(len(ids), len(ids) + len(new), kind, turn))
             ids.extend(new)
 
+        if effort:
+            ids.extend(self.encode(f"<effort>{effort}<end>"))
         if conversation.tools:
             spelled = json.dumps([(tool.name, tool.description, tool.parameters) for tool in conversation.tools])
             put(self.encode(f"<tools>{spelled}</tools>"), "tools", -1)
@@ -68,7 +71,7 @@ class FakeFamily:
                 text = "".join(_text(block) for block in turn.blocks)
                 put(self.encode(f"<{turn.role}>{text}<end><eol>"), kind, index)
         put(self.encode("<assistant><think>"), "generation_prompt", -1)
-        return Prompt(tuple(ids), tuple(spans), True, True)
+        return Prompt(tuple(ids), tuple(spans), True, thinking, effort)
 
     def _answer(self, turn: Turn, keeps: bool) -> list[tuple[str, Sequence[int]]]:
         if turn.sampled is not None:
@@ -107,8 +110,8 @@ class RealFamily:
     def identity(self) -> bytes:
         return self.family.identity
 
-    def render(self, conversation: Conversation, *, thinking: bool = True) -> Prompt:
-        return self.family.render(conversation, thinking=thinking)
+    def render(self, conversation: Conversation, *, thinking: bool = True, effort: Effort | None = None) -> Prompt:
+        return self.family.render(conversation, thinking=thinking, effort=effort)
 
     def sample(self, prompt: Prompt, blocks: Sequence[Block], tools: Sequence[Tool], cut: int) -> Answer:
         ids = self.family.encode_output(prompt, blocks)
@@ -198,6 +201,7 @@ class Agent:
     turns: list[Turn] = field(default_factory=list)
     tools: tuple[Tool, ...] = ()
     before: tuple[int, ...] = ()
+    effort: Effort | None = None
 
     def user(self, text: str) -> Agent:
         self.turns.append(Turn("user", (Text(text),)))
@@ -219,7 +223,7 @@ class Agent:
     ) -> Outcome:
         conversation = Conversation(tuple(self.turns), self.tools if tools is None else tools)
         visit = self.sessions.begin(meta or self.meta, conversation, self.engine.incarnation)
-        prompt = self.family.render(visit.conversation)
+        prompt = self.family.render(visit.conversation, effort=self.effort)
         divergence = self.engine.divergence(prompt.ids)
         report = visit.report(
             prompt, resumed=divergence, replayed=0, new=len(prompt.ids) - divergence, worker_cause="none"

@@ -80,6 +80,38 @@ def test_head_changes_are_named_in_the_order_of_the_prompt() -> None:
     assert explain(seen(replace(other, system=b"x"), PAST, Reuse(0, 0, 1100))) == "system_changed"
 
 
+def test_another_effort_is_named_where_it_is_written(keeping_world: Any) -> None:
+    agent = keeping_world.chat().user("Hello there.")
+    agent.effort = "low"
+    agent.say(Text("Hi."))
+    agent.effort = "high"
+    assert agent.user("Go on.").say(Text("Yes.")).report.cause == "effort_changed"
+    assert agent.user("And on.").say(Text("Yes.")).report.cause == "none"
+    agent.effort = None
+    assert agent.user("On.").ask(Text("Yes.")).report.cause == "effort_changed"
+
+
+def test_another_effort_hides_no_edit(keeping_world: Any) -> None:
+    """Where the level is not written at all, or in front of the edit as it was before."""
+    agent = keeping_world.chat().user("Hello there.")
+    agent.say(Text("Hi."))
+    agent.user("Go on.").say(Text("Yes."))
+    plain = keeping_world.family.render
+    keeping_world.family.render = lambda conversation, *, effort, **rest: replace(plain(conversation), effort=effort)
+    agent.effort = "max"
+    assert agent.user("And on.").say(Text("Yes.")).report.cause == "none"
+    agent.effort = "low"
+    agent.turns[3] = Turn("user", (Text("Stop."),))
+    assert agent.ask(Text("No.")).report.cause == "text_changed"
+
+
+def test_switching_thinking_off_is_an_effort_too() -> None:
+    """Templates may write answers in another way then."""
+    thought, silent = replace(PAST, effort="high"), replace(asked(1100, first=1), effort="none")
+    assert explain(seen(silent, thought, Reuse(0, 0, 1100))) == "effort_changed"
+    assert explain(seen(replace(silent, system=b"x"), thought, Reuse(0, 0, 1100))) == "system_changed"
+
+
 def test_an_unnamed_difference_is_counted(keeping_world: Any) -> None:
     """The template wrote a user turn in another way: nothing that a client or a family is known to do."""
     agent = keeping_world.chat().user("Hello there.")
