@@ -4,6 +4,8 @@ Every string that comes from a client is broken up by a mark inside each control
 might complete one together with the template's own text. The marks are lone surrogates: no text contains them, they
 do not disturb the template, and the tokenizer removes them once the rendered text is split at intact control tokens,
 so that the pieces are encoded exactly as if they had never been there.
+
+Other marks are set around the contents of messages and say afterwards where each of them ended up.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from parsers.alternatives import alternatives
+
 BREAK = "\udfff"
-MARK = "\udffe"
-"""Set around a text whose place in the rendered text is wanted."""
+SYSTEM, USER, OUTPUT, THOUGHT = "\udffe", "\udffd", "\udffc", "\udffb"
+"""Set on both sides of a content of that kind."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -22,7 +26,7 @@ class Guard:
 
     def __init__(self, trusted: Iterable[str]) -> None:
         names = sorted({name for name in trusted if len(name) > 1}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, names)) if names else "(?!)")
+        self._pattern = re.compile(alternatives(names))
         self._longest = len(names[0]) if names else 0
         self._prefixes = frozenset(name[:n] for name in names for n in range(1, len(name)))
         self._suffixes = frozenset(name[n:] for name in names for n in range(1, len(name)))
@@ -58,6 +62,11 @@ def around(text: str, head: str, tail: str) -> str:
     core = text.strip()
     start = text.index(core)
     return f"{text[:start]}{head}{core}{tail}{text[start + len(core) :]}"
+
+
+def visible(text: str) -> str:
+    """``text`` without any marks."""
+    return _SURROGATES.sub("", text)
 
 
 def _broken(match: re.Match[str]) -> str:

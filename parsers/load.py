@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from parsers.conversation import Block, Conversation, Text, Tool, ToolOutput
+from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput
+from parsers.encoders.message import Encoder
+from parsers.encoders.registry import ENCODERS
 from parsers.events import BoundaryKind
-from parsers.families.registry import FORMATS
-from parsers.format import Format
-from parsers.probe import Mismatch, Probe, examine
+from parsers.families.registry import FORMATS, find
+from parsers.format import Effort, Format
+from parsers.probe import Fit, Mismatch, Probe, examine
 from parsers.render import Prompt, Renderer, RenderError, Span, SpanKind
 from parsers.stream import StreamParser, Wire
-from parsers.template import ChatTemplate, TemplateMissing
+from parsers.template import ChatTemplate, TemplateAbsent, TemplateMissing
 from parsers.tokens import Tokenizer, TokenizerError
 from parsers.write import ThinkingState, assistant_text
 
@@ -41,18 +45,29 @@ class Family:
         self.watches = self._watches()
         """Token sequences that decoding may reach, with what they bound."""
 
-    def render(self, conversation: Conversation, *, thinking: bool = True, prefix_ok: bool = True) -> Prompt:
+    @property
+    def efforts(self) -> tuple[Effort, ...]:
+        """The levels of effort that make a difference, from less to more."""
+        return self.format.switches.levels
+
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        thinking: bool = True,
+        effort: Effort | None = None,
+        prefix_ok: bool = True,
+    ) -> Prompt:
         """The prompt for the next assistant turn. ``prefix_ok``: pieces of earlier prompts keep their tokens without
         being encoded anew (the result is the same). Raises RenderError."""
-        return self._renderer.render(conversation, thinking=thinking, remember=prefix_ok)
+        return self._renderer.render(conversation, thinking=thinking, effort=effort, remember=prefix_ok)
 
     def least_tokens(self, conversation: Conversation) -> int:
         """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone."""
         blocks = (block for turn in conversation.turns for block in turn.blocks)
-        texts = (block.text.strip() for block in blocks if isinstance(block, Text | ToolOutput))
-        # Normalising composes at most four code points into three bytes.
-        size = sum(len(text) if text.isascii() else len(text) * 3 // 4 for text in texts)
-        return -(-size // self.tokenizer.longest)
+        return self.tokenizer.least_tokens(
+            block.text.strip() for block in blocks if isinstance(block, Text | ToolOutput)
+        )
 
     def parser(self, prompt: Prompt, tools: Sequence[Tool]) -> StreamParser:
         """A parser for the turn that answers ``prompt``. Without tools, calls are text and never executed."""
@@ -63,47 +78,103 @@ class Family:
         prompt (or the family) rules it out."""
         state: ThinkingState = "open" if prompt.thinking_open else "unopened" if prompt.thinking else "closed"
         text = assistant_text(self.format, self._renderer.guard, blocks, state)
-        return tuple(self.tokenizer.encode_trusted(text + self.format.turns.assistant.close))
+        return tuple(self.tokenizer.encode_trusted(text + self._end(blocks)))
 
     def encode_raw(self, text: str) -> tuple[int, ...]:
         """The family's own text, control tokens recognised."""
         return tuple(self.tokenizer.encode_trusted(text))
 
+    def _end(self, blocks: Sequence[Block]) -> str:
+        """What a model samples behind these blocks."""
+        turns, frames = self.format.turns, self.format.frames
+        calls = bool(blocks) and isinstance(blocks[-1], ToolCall)
+        if calls and frames and frames.call_end in self.format.ends:
+            return ""  # the call's own end
+        following = turns.tools.open if calls else turns.user.open
+        headers = [stop for stop in turns.stops if following.startswith(stop)]
+        if headers and (calls or not turns.assistant.close):
+            return headers[0]
+        return turns.assistant.close or turns.stops[0]
+
     def _watches(self) -> tuple[tuple[tuple[int, ...], BoundaryKind], ...]:
-        think, call = self.format.think, self.format.call
+        think, call, frames, section = self.format.think, self.format.call, self.format.frames, self.format.call.section
         wanted: list[tuple[str, BoundaryKind]] = [(think.close, "thinking_end")] if think else []
-        wanted += [(call.open, "tool_call_start"), (call.close, "tool_call_end")]
+        wanted.append((call.open or (section.open if section else ""), "tool_call_start"))
+        wanted.append((call.close or (section.close if section else ""), "tool_call_end"))
+        wanted += [(frames.ends[0], "thinking_end")] if frames else []
         found: list[tuple[tuple[int, ...], BoundaryKind]] = [
-            (tuple(self.tokenizer.encode_trusted(text)), kind) for text, kind in wanted
+            (tuple(self.tokenizer.encode_trusted(text)), kind) for text, kind in wanted if text
         ]
         found += [((token,), "turn_end") for token in self.stop_tokens]
         return tuple(found)
 
 
 def load_family(directory: Path, family: str | None = None) -> Family:
-    """The family of a checkpoint; ``family`` names it where it cannot be told. Raises FamilyError."""
-    formats = [known for known in FORMATS if family in (None, known.name)]
-    if not formats:
+    """The family of a checkpoint; ``family`` names it (or a model of it) where it cannot be told. Raises FamilyError."""
+    named = find(family) if family else None
+    if family and named is None:
         raise FamilyError(f"there is no family {family!r}; known are {', '.join(known.name for known in FORMATS)}")
     try:
         tokenizer = Tokenizer.load(directory)
-        template = ChatTemplate.load(directory)
+        templates = _templates(directory, (named,) if named else FORMATS)
     except (TokenizerError, TemplateMissing) as error:
         raise FamilyError(str(error)) from error
-    fitting: list[tuple[Renderer, Probe]] = []
+    fits: list[Fit] = []
     reasons: list[str] = []
-    for wire_format in formats:
+    for wire_format, template in templates:
         try:
-            fitting.append(examine(wire_format, tokenizer, template))
+            fits.append(examine(_with_suffix(wire_format, tokenizer), tokenizer, template))
         except Mismatch as mismatch:
             reasons.append(f"{wire_format.name}: {mismatch}")
-    if len(fitting) == 1:
-        renderer, probe = fitting[0]
-        return Family(renderer, tokenizer, probe)
-    if fitting:
-        names = ", ".join(renderer.format.name for renderer, _ in fitting)
-        raise FamilyError(f"{directory} fits several families ({names}); name one of them")
-    raise FamilyError(
-        f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
-        + "\n  ".join(reasons)
-    )
+    if not fits:
+        raise FamilyError(
+            f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
+            + "\n  ".join(reasons)
+        )
+    best = max(fit.score for fit in fits)
+    fit = max((fit for fit in fits if fit.score == best), key=_mentioned)  # the first of those that are equal
+    return Family(fit.renderer, tokenizer, fit.probe)
+
+
+def _templates(directory: Path, formats: Sequence[Format]) -> list[tuple[Format, Encoder]]:
+    """The checkpoint's template for every format; without one, our encoder for those of this model. Raises
+    TemplateMissing."""
+    try:
+        template = ChatTemplate.load(directory)
+    except TemplateAbsent:
+        encoded = [one for one in formats if one.encoder and (len(formats) == 1 or _is_model(directory, one))]
+        if not encoded:
+            raise
+        longest = max(encoded, key=lambda one: len(one.name))
+        return [(longest, ENCODERS[longest.encoder])]
+    return [(one, template) for one in formats]
+
+
+def _is_model(directory: Path, wire_format: Format) -> bool:
+    """Does the checkpoint's configuration name this family, as ``deepseek_v4`` or ``DeepseekV4ForCausalLM``?"""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    names = [config.get("model_type"), *(config.get("architectures") or ())] if isinstance(config, dict) else []
+    wanted = wire_format.name.replace("_", "")
+    return any(wanted in str(name).replace("_", "").lower() for name in names)
+
+
+def _with_suffix(wire_format: Format, tokenizer: Tokenizer) -> Format:
+    """Raises Mismatch."""
+    if not wire_format.suffix:
+        return wire_format
+    for name in tokenizer.control:
+        if match := re.fullmatch(wire_format.suffix, name):
+            return wire_format.with_suffix(match[1])
+    raise Mismatch(f"no control token of the vocabulary is like {wire_format.suffix!r}")
+
+
+def _mentioned(fit: Fit) -> tuple[int, int]:
+    """Among formats that fit equally, the one whose switches the template knows."""
+    switches, source = fit.renderer.format.switches, fit.renderer.source
+    told = (switches.always, switches.on, switches.off, *switches.efforts.values())
+    names = {name for variables in told for name in variables}
+    known = sum(name in source for name in names)
+    return known, known - len(names)

@@ -1,21 +1,29 @@
 """Does a format fit a checkpoint, and what does its template do? Found at load by rendering, not kept in a table.
 
 Prompts of one conversation (query; calls and outputs; answer and a new query) show what the template keeps. A format
-fits when its turns are found in the rendering and an assistant turn parses back to its blocks.
+fits when its turns are found in the rendering and an assistant turn parses back to its blocks. Templates differ in what
+they want to be handed (``Traits``): the ways are tried in order, and the first one that loses nothing is taken.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
 
-from parsers.conversation import Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.encoders.message import Encoder
 from parsers.events import TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Format
-from parsers.render import Renderer, RenderError, Traits
-from parsers.stream import StreamParser, Wire
-from parsers.template import ChatTemplate
+from parsers.guard import THOUGHT, visible
+from parsers.messages import RenderError, ThinkingField, Traits
+from parsers.render import Renderer
+from parsers.stream import StreamParser
 from parsers.tokens import Tokenizer
+from parsers.wire import Wire
+from parsers.write import assistant_text
 
 _TOOL = Tool(
     "find_probe",
@@ -23,6 +31,20 @@ _TOOL = Tool(
     {"type": "object", "properties": {"where": {"type": "string"}, "count": {"type": "integer"}}},
 )
 _ARGUMENTS = '{"where":  "deep below", "count": 7}'
+_UNUSUAL = Tool(
+    "unusual",
+    "",
+    {
+        "$defs": {"place": {"type": "object", "properties": {"depth": {"type": ["integer", "null"]}}}},
+        "properties": {
+            "any": {},
+            "place": {"$ref": "#/$defs/place"},
+            "union": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            "kind": {"enum": ["a", 1]},
+            "several": {"type": ["array", "null"], "items": {"type": "object"}},
+        },
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -46,105 +68,216 @@ class Mismatch(Exception):
     """Why a format does not fit."""
 
 
-def examine(wire_format: Format, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[Renderer, Probe]:
+@dataclass(frozen=True)
+class Fit:
+    """A format that fits. ``score`` compares fits: how much the template writes as the format says."""
+
+    renderer: Renderer
+    probe: Probe
+    score: tuple[int, ...]
+
+
+def examine(wire_format: Format, tokenizer: Tokenizer, template: Encoder) -> Fit:
     """Raises Mismatch."""
-    for text in (wire_format.turns.assistant.close, wire_format.turns.user.open, wire_format.turns.assistant.open):
-        if not any(text.startswith(name) for name in tokenizer.control):
-            raise Mismatch(f"the vocabulary has no control token that begins {text!r}")
+    if not any(end in tokenizer.control for end in wire_format.ends):
+        raise Mismatch(f"the vocabulary has no control token {' or '.join(map(repr, wire_format.ends))}")
+    examination = _Examination(wire_format, tokenizer, template)
     try:
-        traits = _traits(wire_format, tokenizer, template)
-        renderer = Renderer(wire_format, tokenizer, template, traits)
-        _check_round_trip(renderer, tokenizer)
-        return renderer, _probe(renderer, traits)
+        return examination.fit()
     except RenderError as error:
         raise Mismatch(str(error)) from error
 
 
 def _conversation(steps: int, again: bool = False) -> Conversation:
     """A query, ``steps`` calls with outputs, and (``again``) an answer with a new query."""
-    turns = [Turn("system", (Text("Probe system."),)), Turn("user", (Text("First query."),))]
+    turns = [Turn("system", (Text("Probe system."),)), _user("First query.")]
     for step in range(steps):
         call = ToolCall(f"probe{step:04d}", _TOOL.name, _ARGUMENTS)
         turns.append(Turn("assistant", (Thinking(f"Thought {step}."), Text(f"Step {step}."), call)))
         turns.append(Turn("tool", (ToolOutput(call.id, f"Output {step}."),)))
     if again:
         turns.append(Turn("assistant", (Thinking("Last thought."), Text("The answer."))))
-        turns.append(Turn("user", (Text("Second query."),)))
+        turns.append(_user("Second query."))
     return Conversation(tuple(turns), (_TOOL,))
 
 
-def _traits(wire_format: Format, tokenizer: Tokenizer, template: ChatTemplate) -> Traits:
-    traits = Traits()
-    renderer = Renderer(wire_format, tokenizer, template, traits)
-    first = _conversation(0)
-    by_template = Renderer(replace(wire_format, tools_text=None), tokenizer, template, traits)
-    declared = _TOOL.description in _text(by_template, first)
-    if declared == (wire_format.tools_text is not None):
-        raise Mismatch("the template declares tools itself" if declared else "the template does not declare tools")
-    openers = []
-    for thinking in (True, False):
-        text = _text(renderer, first, thinking)
-        _, found, opener = text.rpartition(wire_format.turns.assistant.open)
-        if not found:
-            raise Mismatch(f"the generation prompt has no {wire_format.turns.assistant.open!r}")
-        openers.append(opener)
-    think = wire_format.think
-    if openers[0] and not (think and openers[0].startswith(think.open)):
-        raise Mismatch(f"the generation prompt ends with {openers[0]!r}, which is not understood")
-    traits = replace(traits, opener=openers[0], opener_off=openers[1])
-    renderer = Renderer(wire_format, tokenizer, template, traits)
-    try:
-        verbatim = _ARGUMENTS in _text(renderer, _conversation(1))
-    except RenderError:
-        verbatim = False
-    traits = replace(traits, arguments="text" if verbatim else "mapping")
-    middle = _conversation(0)
-    extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), Turn("user", (Text("And?"),)))
-    middle = replace(middle, turns=middle.turns + extra)
-    try:
+def _user(text: str) -> Turn:
+    return Turn("user", (Text(text),))
+
+
+class _Examination:
+    """One format against one checkpoint."""
+
+    def __init__(self, wire_format: Format, tokenizer: Tokenizer, template: Encoder) -> None:
+        self._format, self._tokenizer, self._template = wire_format, tokenizer, template
+        self._wire = Wire.resolve(wire_format, tokenizer)
+
+    def fit(self) -> Fit:
+        """Raises Mismatch, RenderError."""
+        self._check_tools()
+        traits = replace(Traits(), openers=self._openers(Traits()))
+        traits, score = self._calls(traits)
+        traits = replace(traits, openers=traits.openers | self._openers(traits, 1), stub=self._stub(traits))
+        traits = self._odd_turns(traits)
+        renderer = self._renderer(traits)
+        return Fit(renderer, _probe(renderer), score)
+
+    def _renderer(self, traits: Traits) -> Renderer:
+        return Renderer(self._format, self._tokenizer, self._template, traits)
+
+    def _check_tools(self) -> None:
+        without = Renderer(replace(self._format, tools_text=None), self._tokenizer, self._template, Traits())
+        declared = _TOOL.description in visible(without.text(_conversation(0)))
+        if declared == (self._format.tools_text is not None):
+            raise Mismatch("the template declares tools itself" if declared else "the template does not declare tools")
+
+    def _openers(self, traits: Traits, steps: int = 0) -> Mapping[tuple[bool, bool], str]:
+        """What the generation prompt has behind the assistant header."""
+        renderer, found = self._renderer(traits), {}
+        for thinking in (True, False):
+            last = renderer.blocks(_conversation(steps), thinking)[-1]
+            if not last.assistant:
+                raise Mismatch(f"the generation prompt has no {self._format.turns.assistant.open!r}")
+            if not self._understood(last.body):
+                raise Mismatch(f"the generation prompt ends with {last.body!r}, which is not understood")
+            found[thinking, not last.header] = last.body
+        return found
+
+    def _understood(self, opener: str) -> bool:
+        think, answer = self._format.think, self._format.answer
+        known = [part for pair in (think, answer) if pair for part in (pair.open, pair.close)]
+        return not opener.strip() or any(opener.strip().startswith(part) for part in known)
+
+    # ── assistant turns ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ways(self, traits: Traits) -> Iterator[Traits]:
+        ways = ("content",) if self._format.tools_text else ("template", "rewritten", "content")
+        thinks = self._format.think is not None or self._format.frames is not None
+        fields: tuple[ThinkingField, ...] = get_args(ThinkingField)[1:] if thinks else ("",)
+        for calls, arguments, field in product(ways, ("text", "mapping"), fields):
+            yield replace(traits, calls=calls, arguments=arguments, thinking=field)
+
+    def _calls(self, traits: Traits) -> tuple[Traits, tuple[int, ...]]:
+        """How calls and thinking are handed over, and how well that does. Raises Mismatch."""
+        best: tuple[tuple[int, ...], Traits] | None = None
+        problems: dict[str, None] = {}
+        for way in self._ways(traits):
+            try:
+                score = self._try(way)
+            except (Mismatch, RenderError) as problem:
+                problems[str(problem)] = None
+                continue
+            if best is None or score > best[0]:
+                best = score, way
+            if way.calls == best[1].calls != "template" and best[0][1]:
+                break
+        if best is None:
+            raise Mismatch(next(iter(problems)))
+        return best[1], best[0]
+
+    def _try(self, traits: Traits) -> tuple[int, ...]:
+        """(who writes calls, thinking is kept, the template's text is what the format would write, arguments are
+        verbatim). Raises Mismatch, RenderError."""
+        renderer, conversation = self._renderer(traits), _conversation(1)
+        if traits.calls == "content":
+            self._check_marker(renderer)
+        prompt = renderer.render(conversation, remember=False)
+        header = next(span for span in prompt.spans if span.kind == "assistant_header")
+        turn = next(span for span in prompt.spans if span.kind == "assistant")
+        ids = prompt.ids[header.end : turn.end]
+        blocks = conversation.turns[2].blocks
+        self._check(ids, blocks)
+        block = next(block for block in renderer.blocks(conversation) if block.assistant)
+        if traits.calls == "rewritten":
+            self._check(self._tokenizer.encode_trusted(block.body), blocks[2:], loosely=True)
+        written = [assistant_text(self._format, renderer.guard, some, "unopened", 0) for some in (blocks, blocks[1:])]
+        return (
+            ("content", "rewritten", "template").index(traits.calls),
+            THOUGHT in block.body,
+            any(visible(block.body).strip().startswith(text) for text in written),
+            _ARGUMENTS in visible(block.body),
+        )
+
+    def _check(self, ids: tuple[int, ...] | list[int], blocks: tuple[Block, ...], loosely: bool = False) -> None:
+        """Do these ids parse back to the blocks? ``loosely``: are there such calls? Raises Mismatch."""
+        parser = StreamParser(self._format, self._wire, self._tokenizer, (_TOOL,), thinking_open=False)
+        events = [event for token in ids for event in parser.feed(token)] + parser.finish("stop")
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        thinking = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
+        names = [event.name for event in events if isinstance(event, ToolCallStart)]
+        arguments = "".join(event.fragment for event in events if isinstance(event, ToolArgsDelta))
+        wanted = "".join(block.text for block in blocks if isinstance(block, Text))
+        written = self._tokenizer.decode(ids)
+        if names != [_TOOL.name] or not (loosely or (text == wanted and thinking in ("", "Thought 0."))):
+            raise Mismatch(f"an assistant turn does not parse back; the template writes {written!r}")
+        if not loosely and _json(arguments) != json.loads(_ARGUMENTS):
+            raise Mismatch(f"call arguments do not parse back; the template writes {written!r}")
+
+    def _check_marker(self, renderer: Renderer) -> None:
+        """Is there any sign that this checkpoint knows these calls, if its template never writes one?"""
+        call = self._format.call
+        marker = (call.section.open if call.section else "") or call.open
+        shown = marker and (marker in self._tokenizer.control or marker in renderer.text(_conversation(0)))
+        if not shown and not self._format.tools_text:
+            raise Mismatch(f"neither the vocabulary nor the template's text has {marker!r}")
+
+    # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _stub(self, traits: Traits) -> str:
+        first = _conversation(0)
+        turns = (*first.turns, Turn("assistant", (Thinking("T"), Text("Old answer."))), _user("Q"))
+        blocks = self._renderer(traits).blocks(replace(first, turns=turns))
+        body = next((block.body for block in blocks[:-1] if block.assistant), "")
+        return "" if THOUGHT in body else body.partition("Old answer.")[0]
+
+    def _odd_turns(self, traits: Traits) -> Traits:
+        """What the template takes beside the usual."""
+        first, loop = _conversation(0), _conversation(1)
+        if not self._renders(traits, replace(first, tools=(_TOOL, _UNUSUAL)), "unusual"):
+            traits = replace(traits, plain_schemas=True)
+        *before, assistant, outputs = loop.turns
+        second = ToolCall("probe0009", "unusual", _ARGUMENTS)
+        turns = (*before, replace(assistant, blocks=(*assistant.blocks, second)), outputs)
+        turns += (Turn("tool", (ToolOutput(second.id, "Output 9."),)),)
+        both = replace(loop, turns=turns)
+        if not self._renders(traits, both, "unusual" if traits.calls == "template" else ""):
+            traits = replace(traits, one_call=True)
+        if not self._renders(traits, replace(first, turns=(*first.turns, _user("More.")))):
+            traits = replace(traits, users_in_a_row=False)
+        extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), _user("And?"))
         anywhere = replace(traits, system_anywhere=True)
-        Renderer(wire_format, tokenizer, template, anywhere).render(middle, thinking=True, remember=False)
-    except RenderError:
-        return traits
-    return anywhere
+        middle = replace(first, turns=(*first.turns, *extra))
+        return anywhere if self._renders(anywhere, middle, system=3) else traits
+
+    def _renders(self, traits: Traits, conversation: Conversation, name: str = "", system: int = -1) -> bool:
+        """Is it rendered, with this name in it, and with a place of its own for this system turn?"""
+        try:
+            renderer = self._renderer(traits)
+            prompt = renderer.render(conversation, remember=False)
+        except RenderError:
+            return False
+        places = [span.turn for span in prompt.spans if span.kind in ("system", "user", "assistant")]
+        return name in renderer.text(conversation) and (system < 0 or (system in places and places == sorted(places)))
 
 
-def _text(renderer: Renderer, conversation: Conversation, thinking: bool = True) -> str:
-    return renderer.text_of(renderer.messages(conversation), conversation, thinking)
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
-def _check_round_trip(renderer: Renderer, tokenizer: Tokenizer) -> None:
-    """An assistant turn inside the tool loop must parse back to what it was rendered from."""
-    conversation = _conversation(1)
-    prompt = renderer.render(conversation, thinking=True, remember=False)
-    header = next(span for span in prompt.spans if span.kind == "assistant_header")
-    turn = next(span for span in prompt.spans if span.kind == "assistant")
-    parser = StreamParser(
-        renderer.format, Wire.resolve(renderer.format, tokenizer), tokenizer, conversation.tools, thinking_open=False
-    )
-    events = [event for token in prompt.ids[header.end : turn.end] for event in parser.feed(token)]
-    events += parser.finish("stop")
-    text = "".join(event.text for event in events if isinstance(event, TextDelta))
-    thinking = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
-    names = [event.name for event in events if isinstance(event, ToolCallStart)]
-    arguments = "".join(event.fragment for event in events if isinstance(event, ToolArgsDelta))
-    written = tokenizer.decode(prompt.ids[header.end : turn.end])
-    if text != "Step 0." or names != [_TOOL.name] or thinking not in ("", "Thought 0."):
-        raise Mismatch(f"an assistant turn does not parse back; the template writes {written!r}")
-    if arguments == "" or json.loads(arguments) != json.loads(_ARGUMENTS):
-        raise Mismatch(f"call arguments do not parse back; the template writes {written!r}")
-
-
-def _probe(renderer: Renderer, traits: Traits) -> Probe:
+def _probe(renderer: Renderer) -> Probe:
     query, loop, again = (
-        _text(renderer, _conversation(steps, last)) for steps, last in ((0, False), (2, False), (2, True))
+        visible(renderer.text(_conversation(steps, last))) for steps, last in ((0, False), (2, False), (2, True))
     )
     think = renderer.format.think
+    last = renderer.blocks(_conversation(0))[-1]
     return Probe(
-        opener_prefilled=bool(think and think.open in traits.opener),
+        opener_prefilled=bool(think and think.open in last.body),
         thinking_in_loop="Thought 0." in loop,
         thinking_survives="Thought 0." in again and "Last thought." in again,
-        header_survives=again.startswith(query[: query.rindex(renderer.format.turns.assistant.open)]),
+        header_survives=again.startswith(query[: len(query) - len(last.text)]),
         prompt_end_survives=again.startswith(query),
         turn_end_survives=again.startswith(loop[: loop.index("Output 0.")]),
     )

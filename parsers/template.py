@@ -22,12 +22,25 @@ class TemplateMissing(Exception):
     """The checkpoint has no usable chat template."""
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Templates of one family queue call ids in a list, so lists may grow and shrink. Nothing outlives a rendering by
+    that: what a template is handed is made anew for each one."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        queue = type(obj) is list and attr in ("append", "pop")
+        return queue or super().is_safe_attribute(obj, attr, value)
+
+
+class TemplateAbsent(TemplateMissing):
+    """The checkpoint comes without any chat template."""
+
+
 class ChatTemplate:
     """Compiled once. ``strftime_now`` gives the time of loading, so that a prompt does not change over midnight."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
         """Raises TemplateMissing when the source is no template."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         frozen = now or datetime.now().astimezone()
@@ -57,7 +70,7 @@ class ChatTemplate:
             named = {entry.get("name"): entry.get("template") for entry in source}
             source = named.get("tool_use") or named.get("default")
         if not isinstance(source, str):
-            raise TemplateMissing(
+            raise TemplateAbsent(
                 f"{directory} has no chat template; put the model's chat_template.jinja into that directory"
             )
         tokens: dict[str, str] = {}
@@ -69,12 +82,16 @@ class ChatTemplate:
         return cls(source, tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]], *, thinking: bool
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
     ) -> str:
-        """The text with the generation prompt. Raises TemplateRefusal."""
+        """The text with the generation prompt. ``variables`` are what the family's switches say. Raises
+        TemplateRefusal."""
         try:
             return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, enable_thinking=thinking
+                {**variables, "messages": messages, "tools": tools or None, "add_generation_prompt": True}
             )
         except (
             TemplateError,

@@ -1,0 +1,285 @@
+"""What the template sees: a conversation as chat messages, in the shape that this checkpoint's template needs.
+
+Every content is marked, so that the rendering shows where it ended up (``guard``). Text beside tool outputs in one turn
+(harness reminders) is no user query: it is handed over as part of the output before it (or of the first output), so that
+no template takes it for a new query and drops thinking because of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput, Turn
+from parsers.format import CallIds, Format
+from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
+from parsers.plain_schema import plain_schema
+from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
+
+TurnKind = Literal["system", "user", "assistant", "tool_output"]
+ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunks"]
+Message = dict[str, object]
+
+
+class RenderError(Exception):
+    """The conversation cannot be rendered by this checkpoint's template; the message says why."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the template needs and does, found by probing it."""
+
+    arguments: Literal["text", "mapping"] = "text"
+    """Call arguments are handed over as JSON text, verbatim, or decoded."""
+    thinking: ThinkingField = "reasoning_content"
+    """Where the template looks for thinking; "chunks" are parts of the content."""
+    calls: Literal["template", "rewritten", "content"] = "template"
+    """Assistant turns with calls are written by the template; by the format, in the place where the template writes its
+    own (some drop or move text, or lose types); or as content, because the template knows nothing of calls."""
+    one_call: bool = False
+    """A message may have only one call."""
+    plain_schemas: bool = False
+    """The template only understands schemas without references, unions and omissions."""
+    system_anywhere: bool = False
+    """System turns may come in mid-conversation."""
+    users_in_a_row: bool = True
+    """User turns may follow each other."""
+    openers: Mapping[tuple[bool, bool], str] = field(default_factory=dict)
+    """What follows the assistant header in the generation prompt, by (thinking, behind tool outputs)."""
+    stub: str = ""
+    """What stands between header and text where thinking was dropped."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A turn, or a part of one, that the rendering must show. ``blocks`` of assistants are written by the format where
+    the template does not, ``first_call`` being the number of their first call."""
+
+    kind: TurnKind
+    turn: int
+    blocks: tuple[Block, ...] = ()
+    first_call: int = 0
+
+
+@dataclass
+class Plan:
+    """What is handed to the template, and which items its output must consist of."""
+
+    messages: list[Message] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    refused: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    """(turn, text) of turns that the template refuses, by the item before which they stand."""
+
+    def add(self, item: Item, message: Message) -> None:
+        self.items.append(item)
+        self.messages.append(message)
+
+
+class Planner:
+    """Makes plans for one checkpoint."""
+
+    def __init__(self, wire_format: Format, guard: Guard, traits: Traits) -> None:
+        self._format, self._guard, self._traits = wire_format, guard, traits
+
+    def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
+        """The tools that the template is told of."""
+        return [] if self._format.tools_text else self._described(tools)
+
+    def plan(self, conversation: Conversation) -> Plan:
+        """Raises RenderError."""
+        return _Planning(self, conversation).plan
+
+    def _described(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
+        if self._traits.plain_schemas:
+            tools = [replace(tool, parameters=plain_schema(tool.parameters)) for tool in tools]
+        return tool_descriptions(self._guard, tools)
+
+    def _marked(self, text: str, mark: str) -> str:
+        return around(self._guard.text(text), mark, mark)
+
+    def _content(self, turn: Turn) -> str:
+        return "\n".join(block.text for block in turn.blocks if isinstance(block, Text))
+
+    def _system(self, text: str, tools: Sequence[Tool]) -> str:
+        marked = self._marked(text, SYSTEM)
+        if not (self._format.tools_text and tools):
+            return marked
+        between = "\n\n" if text.strip() else ""
+        return marked + between + tools_text(self._format.tools_text, self._described(tools))
+
+    def _assistant(self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], sampled: bool) -> Message:
+        text = "".join(block.text for block in item.blocks if isinstance(block, Text))
+        if calls and self._traits.calls == "rewritten":
+            text = ""
+        if calls and self._traits.calls == "content":
+            content = assistant_text(self._format, self._guard, item.blocks, "closed", item.first_call)
+        else:
+            content = self._guard.text(text)
+        message: Message = {"role": "assistant", "content": content}
+        thinking = thinking_of(item.blocks)
+        if thinking.strip() or sampled:
+            self._put_thinking(message, self._marked(thinking, THOUGHT))
+        if calls and self._traits.calls != "content":
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self._guard.text(identity),
+                    "function": {"name": self._guard.text(call.name), "arguments": self._arguments(call)},
+                }
+                for call, identity in zip(calls, native, strict=True)
+            ]
+        return message
+
+    def _put_thinking(self, message: Message, thinking: str) -> None:
+        where = self._traits.thinking
+        if where == "chunks":
+            chunks = [{"type": "thinking", "thinking": thinking}]
+            chunks += [{"type": "text", "text": str(message["content"])}] if message["content"] else []
+            message["content"] = chunks
+        elif where:
+            message[where] = thinking
+
+    def _arguments(self, call: ToolCall) -> object:
+        if self._traits.arguments == "text":
+            return self._guard.text(arguments_text(call))
+        return self._guard.value(arguments_mapping(call))
+
+    def _output(self, call: ToolCall, identity: str, texts: Sequence[str]) -> Message:
+        content, result = self._marked("\n".join(texts), OUTPUT), self._format.result
+        if self._format.tools_text:
+            content = f"{result.open}{result.inner}{content}{result.inner}{result.close}"
+            return {"role": "user", "content": content}
+        return {"role": "tool", "content": content, "tool_call_id": self._guard.text(identity)}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A call of the conversation: its number, and its id as the template wants it."""
+
+    call: ToolCall
+    number: int
+    identity: str
+
+
+class _Planning:
+    """One conversation as it becomes a plan."""
+
+    def __init__(self, planner: Planner, conversation: Conversation) -> None:
+        self.plan = Plan()
+        self._planner = planner
+        self._format, self._traits = planner._format, planner._traits
+        self._conversation = conversation
+        self._made: dict[str, _Made] = {}
+        self._count = 0
+        self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
+        if self._format.tools_text and conversation.tools and not _begins_with_system(conversation):
+            self.plan.add(Item("system", -1), {"role": "system", "content": planner._system("", conversation.tools)})
+        for index, turn in enumerate(conversation.turns):
+            self._turn(index, turn)
+
+    def _turn(self, index: int, turn: Turn) -> None:
+        planner, plan = self._planner, self.plan
+        if any(isinstance(block, ToolOutput) for block in turn.blocks):
+            self._outputs(index, turn)
+        elif turn.role == "assistant":
+            self._assistant(index, turn)
+        elif turn.role != "system":
+            self._user(index, planner._marked(planner._content(turn), USER))
+        elif index == 0:
+            content = planner._system(planner._content(turn), self._conversation.tools)
+            plan.add(Item("system", index), {"role": "system", "content": content})
+        elif self._traits.system_anywhere:
+            content = planner._marked(planner._content(turn), SYSTEM)
+            plan.add(Item("system", index), {"role": "system", "content": content})
+        else:
+            text = planner._guard.text(planner._content(turn))
+            plan.refused.setdefault(len(plan.items), []).append((index, text))
+
+    def _user(self, index: int, content: str) -> None:
+        plan = self.plan
+        if not self._traits.users_in_a_row and plan.items and plan.items[-1].kind == "user":
+            plan.items.append(Item("user", index))
+            plan.messages[-1]["content"] = f"{plan.messages[-1]['content']}\n\n{content}"
+        else:
+            plan.add(Item("user", index), {"role": "user", "content": content})
+
+    def _assistant(self, index: int, turn: Turn) -> None:
+        calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
+        made = []
+        for call in calls:
+            made.append(_Made(call, self._count, _native(self._format.call_ids, call, self._count)))
+            self._made[call.id] = made[-1]
+            self._count += 1
+        first = self._count - len(calls)
+        sampled = turn.sampled is not None and turn.sampled.thinking_end > 0
+        natives = iter(made)
+        blocks = tuple(
+            replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks
+        )
+        item = Item("assistant", index, blocks, first)
+        if not self._traits.one_call or len(calls) < 2:
+            self.plan.add(item, self._planner._assistant(item, calls, [m.identity for m in made], sampled))
+            return
+        if turn.sampled is not None:  # its tokens are known: the template only needs something to put them in place of
+            self.plan.add(item, self._planner._assistant(item, calls[:1], [made[0].identity], sampled))
+            return
+        for number, one in enumerate(made):
+            said = tuple(b for b in blocks if not isinstance(b, ToolCall)) if number == 0 else ()
+            item = Item("assistant", index, (*said, replace(one.call, id=one.identity)), one.number)
+            self.plan.add(item, self._planner._assistant(item, [one.call], [one.identity], sampled))
+            for later, output, texts in self._answers(index, one.call.id):
+                self._early.add((later, one.call.id))
+                self._add_output(later, output.call_id, texts)
+
+    def _answers(self, index: int, call_id: str) -> Iterator[tuple[int, ToolOutput, list[str]]]:
+        """The outputs of a call before the next assistant turn."""
+        for later, turn in enumerate(self._conversation.turns[index + 1 :], index + 1):
+            if turn.role == "assistant":
+                return
+            yield from ((later, output, texts) for output, texts in _outputs(turn) if output.call_id == call_id)
+
+    def _outputs(self, index: int, turn: Turn) -> None:
+        outputs = _outputs(turn)
+        for output, _ in outputs:
+            if output.call_id not in self._made:
+                raise RenderError(
+                    f"turn {index} has the output of call {output.call_id!r}, which no earlier turn has made: "
+                    f"{output.text[:80]!r}"
+                )
+        if self._format.result_order:
+            outputs.sort(key=lambda pair: self._made[pair[0].call_id].number)
+        for output, texts in outputs:
+            if (index, output.call_id) not in self._early:
+                self._add_output(index, output.call_id, texts)
+
+    def _add_output(self, index: int, call_id: str, texts: Sequence[str]) -> None:
+        made = self._made[call_id]
+        self.plan.add(Item("tool_output", index), self._planner._output(made.call, made.identity, texts))
+
+
+def _begins_with_system(conversation: Conversation) -> bool:
+    return bool(conversation.turns) and conversation.turns[0].role == "system"
+
+
+def _outputs(turn: Turn) -> list[tuple[ToolOutput, list[str]]]:
+    """Each output with its texts and those beside it."""
+    outputs: list[tuple[ToolOutput, list[str]]] = []
+    early: list[str] = []
+    for block in turn.blocks:
+        if isinstance(block, ToolOutput):
+            outputs.append((block, [*early, block.text]))
+            early = []
+        elif isinstance(block, Text):
+            (outputs[-1][1] if outputs else early).append(block.text)
+    return outputs
+
+
+def _native(kind: CallIds, call: ToolCall, number: int) -> str:
+    if kind == "numbered":
+        return f"functions.{call.name}:{number}"
+    if kind == "nine" and not re.fullmatch("[A-Za-z0-9]{9}", call.id):
+        return hashlib.blake2b(call.id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
+    return call.id

@@ -1,0 +1,135 @@
+"""What the template wrote: its text cut into turns and their parts.
+
+Control tokens in rendered text can only be the template's own (``guard``), so turns are found exactly by their headers,
+and parts of an assistant turn by the format's delimiters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from parsers.alternatives import alternatives
+from parsers.format import Format
+from parsers.guard import visible
+
+
+@dataclass(frozen=True)
+class Block:
+    """A turn as rendered. ``text`` includes the header, which is "" behind texts that stand for one."""
+
+    text: str
+    header: str
+    assistant: bool
+
+    @property
+    def body(self) -> str:
+        return self.text[len(self.header) :]
+
+
+class Finder:
+    """Finds the turns in rendered text."""
+
+    def __init__(self, wire_format: Format) -> None:
+        turns = wire_format.turns
+        headers = (turns.system.open, turns.user.open, turns.tools.open, *turns.others)
+        self._headers = {header: False for header in headers if header}
+        if turns.assistant.open:
+            self._headers[turns.assistant.open] = True
+        self._header = re.compile(alternatives(self._headers))
+        self._any = re.compile(alternatives((*self._headers, *turns.headless)))
+        self._headless = frozenset(turns.headless)
+        self._close = turns.assistant.close
+        end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
+        self._end = re.compile(rf"({end})\s*\Z")
+
+    def blocks(self, text: str) -> list[Block]:
+        """The first block is what stands before any header, the last one (of the assistant) the generation prompt."""
+        starts = [(0, "", False)]
+        for match in self._any.finditer(text):
+            header = match[0]
+            if header in self._headers:
+                starts.append((match.start(), header, self._headers[header]))
+            if header in self._headless and not self._continues(text, match.end()):
+                starts.append((match.end(), "", True))
+        ends = [start for start, _, _ in starts[1:]] + [len(text)]
+        return [
+            Block(text[start:end], header, assistant)
+            for (start, header, assistant), end in zip(starts, ends, strict=True)
+        ]
+
+    def _continues(self, text: str, position: int) -> bool:
+        """Is there no turn at all, because the next one has begun, or because this one ends at once?"""
+        if self._close and text.startswith(self._close, position):
+            return True
+        return bool(self._header.match(text, position))
+
+    def end(self, body: str) -> tuple[int, str]:
+        """(where the end of turn begins in ``body``, the end of turn); (length, "") if it has none."""
+        match = self._end.search(body)
+        return (match.start(), match[1]) if match else (len(body), "")
+
+
+@dataclass(frozen=True)
+class Part:
+    start: int
+    end: int
+    kind: Literal["thinking", "text", "tool_call"]
+
+
+class Parts:
+    """Finds thinking, text and calls inside an assistant turn."""
+
+    def __init__(self, wire_format: Format) -> None:
+        self._format = wire_format
+        call = wire_format.call
+        section = call.section
+        self._opens = [opener for opener in (call.open, section.open if section else "") if opener]
+        self._open = re.compile(alternatives(self._opens))
+        self._section_close = section.close if section else ""
+        self._close = call.close or self._section_close
+
+    def of(self, text: str, thinking_open: bool) -> list[Part]:
+        """``thinking_open``: the opener of the thinking stands before ``text``. Ends of turn are no part."""
+        if self._format.frames:
+            return list(self._frames(text))
+        begin = self._thinking(text, thinking_open)
+        parts = [Part(0, begin, "thinking")] if begin else []
+        return parts + list(self._rest(text, begin, len(text)))
+
+    def _thinking(self, text: str, thinking_open: bool) -> int:
+        """Where thinking ends, with the layout behind it; 0 without thinking."""
+        think = self._format.think
+        if think is None or not (thinking_open or text.lstrip().startswith(think.open)):
+            return 0
+        at = text.find(think.close)
+        if at < 0:
+            return len(text) if thinking_open else 0
+        end = at + len(think.close)
+        return end + len(text[end:]) - len(text[end:].lstrip("\n"))
+
+    def _rest(self, text: str, begin: int, end: int) -> Iterator[Part]:
+        while begin < end:
+            match = self._open.search(text, begin, end)
+            start = match.start() if match else end
+            between = text[begin:start].replace(self._section_close, "") if self._section_close else text[begin:start]
+            if visible(between).strip():
+                yield Part(begin, start, "text")
+            if match is None:
+                return
+            close = text.find(self._close, match.end(), end) if self._close else -1
+            begin = close + len(self._close) if close >= 0 else end
+            yield Part(start, begin, "tool_call")
+
+    def _frames(self, text: str) -> Iterator[Part]:
+        frames = self._format.frames
+        assert frames is not None
+        cuts = [0, *(match.start() for match in re.finditer(re.escape(frames.start), text)), len(text)]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            header, found, _ = text[begin:end].removeprefix(frames.start).partition(frames.message)
+            if found:
+                kinds = (route.kind for route in frames.routes if re.search(route.pattern, header, re.DOTALL))
+                kind = next(kinds, "text")
+                yield Part(begin, end, "tool_call" if kind == "call" else kind)
