@@ -148,11 +148,12 @@ class Source:
     def upto(self, stops: Stops, limit: int) -> Step[tuple[str, str | None]]:
         """As ``take``, but the stop is not consumed."""
         while True:
-            match = stops.pattern.search(self.buffer)
-            if match and (match.start() < stops.held(self.buffer) or self.ended):
+            match, held = stops.pattern.search(self.buffer), stops.held(self.buffer)
+            known = match is not None and (match.start() < held or self.ended)
+            if match and known and match.start() <= limit:
                 return self.advance(match.start()), match[0]
-            if len(self.buffer) > limit:
-                return self.buffer, None
+            if known or held > limit:
+                return self.buffer[:limit], None
             if self.ended:
                 raise Cut
             yield

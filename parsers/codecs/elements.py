@@ -13,7 +13,7 @@ from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed,
 from parsers.codecs.parameters import Parameters
 from parsers.format import Elements
 from parsers.schema import NESTING, Shape, json_of, quoted
-from parsers.source import Cut, Source, Step, Stops
+from parsers.source import Cut, Source, Step, Stops, certain
 
 
 @dataclass
@@ -79,7 +79,7 @@ class ElementsReader(Single):
             raise Malformed
         if stop in self._ends:
             raise Interrupted(stop)
-        return name.strip(), self._prefix if stop == ">" else stop
+        return "" if certain(name) else name.strip(), self._prefix if stop == ">" else stop
 
     def _string(self, source: Source, call: Call, parameters: Parameters, name: str) -> Step[str | None]:
         """The text of an element that can only be text, markers in it included. Returns the marker at its end."""
@@ -117,7 +117,10 @@ class ElementsReader(Single):
 
     def _place(self, call: Call, open_nodes: list[_Node], name: str) -> None:
         if not name.startswith("/"):
-            if not name or len(open_nodes) >= NESTING:
+            if not name:
+                call.tolerate("malformed_parameter")
+                return
+            if len(open_nodes) >= NESTING:
                 raise Malformed
             node = _Node(name)
             open_nodes[-1].children.append(node)

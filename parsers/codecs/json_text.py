@@ -55,8 +55,12 @@ class JsonValues:
 
     def _container(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         depth = 0
+
+        def put(text: str) -> None:
+            emit(call.text_of(text))
+
         while True:
-            stop = yield from source.until(self._nested, emit, hold_at_end=True)
+            stop = yield from source.until(self._nested, put, hold_at_end=True)
             if stop is None:
                 raise Cut
             if stop in self._outside:

@@ -201,7 +201,6 @@ class LiteralValues:
         text, stop = yield from source.upto(self._text, NAME_LIMIT if self._bare else 0)
         if stop is None or not self._bare or not word + text:
             raise Malformed
-        source.advance(len(text))
         call.tolerate("bare_string")
         return quoted(call.text_of(word + text).strip())
 

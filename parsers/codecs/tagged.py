@@ -136,7 +136,7 @@ class TaggedReader(Single):
             yield from source.space()
             if not (yield from source.literal(piece)):
                 call.tolerate("missing_value_open")
-        return self._clean(key), kind, ""
+        return "" if certain(key) else self._clean(key), kind, ""
 
     def _quote(self, source: Source, call: Call) -> Step[str]:
         character = yield from source.peek()
@@ -175,8 +175,9 @@ class TaggedReader(Single):
         while True:
             quote = source.buffer[:1] if source.buffer[:1] in self._openers else ""
             rest = source.buffer[len(quote) :]
-            match = self._openers[quote].stops.pattern.search(rest)
-            if match or len(rest) > NAME_LIMIT or source.ended:
+            stops = self._openers[quote].stops
+            match, held = stops.pattern.search(rest), stops.held(rest)
+            if (match and match.start() < held) or held > NAME_LIMIT or source.ended:
                 break
             yield
         properties = call.parameters.get("properties")
