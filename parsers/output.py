@@ -28,6 +28,8 @@ class Output:
     def emit(self, event: Event) -> None:
         events = self._events if self._kept is None else self._kept
         match events[-1] if events else None, event:
+            case _, TextDelta("") | ThinkingDelta(""):
+                return
             case TextDelta(before), TextDelta(text):
                 events[-1] = TextDelta(before + text)
             case ThinkingDelta(before), ThinkingDelta(text):
