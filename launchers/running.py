@@ -21,12 +21,14 @@ class ServerProblem(Exception):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """``url`` has no path and no trailing slash; ``context_length`` is in tokens."""
+    """``url`` has no path and no trailing slash; ``context_length`` is in tokens. ``efforts``: the levels of thinking
+    that the model knows, from less to more; with "none" it can do without."""
 
     url: str
     model: str
     context_length: int
     api_key: str = ""
+    efforts: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:
@@ -113,7 +115,8 @@ def find_server(url: str, api_key: str = "") -> RunningServer:
     """Ask the server at ``url`` for its model and context length. Raises ServerProblem."""
     try:
         first = get(url, "/v1/models", api_key)["data"][0]
-        server = RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key)
+        efforts = tuple(map(str, first.get("reasoning_efforts", ())))
+        server = RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key, efforts)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerProblem(
             f"what answers at {url} is not ft (its models have no context length): name the right address with "

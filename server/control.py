@@ -47,6 +47,7 @@ def _model(state: ServerState, name: str, started: float) -> dict[str, Any]:
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "context_length": min(limits, default=0),
         "max_output_tokens": state.settings.max_output_tokens or min(limits, default=0),
+        "reasoning_efforts": list(state.family.efforts),
     }
 
 

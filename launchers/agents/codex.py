@@ -25,6 +25,15 @@ TESTED_VERSION = "0.169.0"
 PACKAGE = f"@openai/codex@{TESTED_VERSION}"
 KEY_VARIABLE = "FT_API_KEY"
 INSTRUCTIONS = Path(__file__).with_name("codex_instructions.md")
+_LEVELS = {
+    "none": "No thinking",
+    "minimal": "Hardly any thinking",
+    "low": "Brief thinking",
+    "medium": "Balanced thinking",
+    "high": "Long thinking",
+    "xhigh": "Very long thinking",
+    "max": "All the thinking that the model can do",
+}
 HEADER = "# `ft launch codex` sets the keys below at each start and keeps all others.\n\n"
 
 
@@ -101,15 +110,15 @@ def configuration(server: RunningServer, catalog: Path) -> dict[str, Any]:
 
 def model_catalog(server: RunningServer) -> dict[str, Any]:
     """Without an entry here Codex warns, takes a long prompt of its own, and offers no ``apply_patch``."""
-    levels = {"low": "Brief thinking", "medium": "Balanced thinking", "high": "Long thinking"}
+    levels = server.efforts or ("medium",)
     return {
         "models": [
             {
                 "slug": server.model,
                 "display_name": server.model,
                 "description": "Served by ft on this machine",
-                "default_reasoning_level": "medium",
-                "supported_reasoning_levels": [{"effort": name, "description": text} for name, text in levels.items()],
+                "default_reasoning_level": next((name for name in ("medium", "high") if name in levels), levels[-1]),
+                "supported_reasoning_levels": [{"effort": name, "description": _LEVELS[name]} for name in levels],
                 "shell_type": "unified_exec",
                 "visibility": "list",
                 "supported_in_api": True,

@@ -27,7 +27,8 @@ def test_the_server_is_found_with_its_context(fake_server: FakeServer, monkeypat
     server = find_server(fake_server.url + "/", "key")
     assert server == RunningServer(fake_server.url, "local-moe", 65536, "key")
     assert fake_server.headers[-1]["authorization"] == "Bearer key"
-    find_server(fake_server.url)
+    fake_server.answers["/v1/models"][1]["data"][0]["reasoning_efforts"] = ["none", "high"]
+    assert find_server(fake_server.url).efforts == ("none", "high")
     assert "authorization" not in fake_server.headers[-1]
 
 

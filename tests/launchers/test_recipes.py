@@ -124,6 +124,22 @@ def test_codex_files_environment_and_command() -> None:
     assert "*** Begin Patch" in entry["base_instructions"]
 
 
+@pytest.mark.parametrize(
+    ("efforts", "levels", "usual"),
+    [
+        (("none", "medium"), ["none", "medium"], "medium"),
+        (("low", "medium", "high"), ["low", "medium", "high"], "medium"),
+        (("none", "low", "high", "max"), ["none", "low", "high", "max"], "high"),
+        (("none", "low"), ["none", "low"], "low"),
+        ((), ["medium"], "medium"),
+    ],
+)
+def test_codex_is_told_the_efforts_of_the_model(efforts: tuple[str, ...], levels: list[str], usual: str) -> None:
+    (entry,) = codex.model_catalog(RunningServer("http://127.0.0.1:1", "m", 65536, efforts=efforts))["models"]
+    assert [level["effort"] for level in entry["supported_reasoning_levels"]] == levels
+    assert entry["default_reasoning_level"] == usual
+
+
 def test_codex_with_a_home_of_the_users_writes_only_the_catalog() -> None:
     launch = codex.plan(SERVER, ("exec",), ENVIRON, home=Path("/home/me/.codex"))
     assert launch.environment["CODEX_HOME"] == "/home/me/.codex"
