@@ -23,7 +23,10 @@ class Sampling:
     ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 mean off; ``temperature`` 0.0 is greedy. ``logprobs`` is how many
     alternatives to report per token (None: no logprobs at all). ``stop_tokens`` end the output when sampled.
     ``forced``: the sampler takes these tokens instead of drawing (scripted sampling); everything else is computed as
-    usual, and after the last of them generation ends.
+    usual, and after the last of them generation ends. ``constraint``: a grammar that what is drawn must follow
+    (``engine.grammar``; Lark as llguidance reads it, control tokens as ``<[id]>``); the output ends with a stop token
+    where the grammar may end, and with nothing else. A constraint that cannot be compiled fails as ``invalid`` before
+    the request is admitted.
     """
 
     max_tokens: int
@@ -39,6 +42,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_tokens: tuple[int, ...] = ()
     forced: tuple[int, ...] | None = None
+    constraint: str | None = None
 
 
 @dataclass(frozen=True)

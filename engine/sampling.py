@@ -1,7 +1,7 @@
 """Drawing tokens. One row of logits at a time, in float64, so nothing depends on the batch.
 
-Order: penalties, bias, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position). Ties go to
-the lower token id. Whatever numbers a request brings, scores stay finite and at least one token can be drawn.
+Order: penalties, bias, grammar, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position).
+Ties go to the lower token id. Whatever numbers a request brings, scores stay finite and at least one token can be drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import Sampling, TokenLogprob
+from engine.grammar import GrammarError, Guide
 
 Logits = NDArray[np.float32]
 Floats = NDArray[np.float64]
@@ -78,10 +79,11 @@ class _Seen:
 
 
 class Sampler:
-    """The sampling state of one sequence: its parameters and what has been seen."""
+    """The sampling state of one sequence: its parameters, what has been seen, and where its grammar stands."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], guide: Guide | None = None) -> None:
         self._sampling = sampling = _finite(sampling)
+        self._guide = guide
         self.sampled = 0
         self._all = _Seen(prompt) if sampling.repetition_penalty != 1.0 else None
         self._sampled = _Seen() if sampling.presence_penalty or sampling.frequency_penalty else None
@@ -91,7 +93,7 @@ class Sampler:
     def next(self, logits: Logits, position: int) -> tuple[int, TokenLogprob | None]:
         """The token at ``position`` (tokens before it), and its log probability under the model if asked for.
 
-        Raises ScoresError."""
+        Raises ScoresError, and GrammarError where a grammar leads nowhere."""
         sampling = self._sampling
         check_scores(logits, position)
         token = self._draw(logits, position) if sampling.forced is None else sampling.forced[self.sampled]
@@ -106,13 +108,22 @@ class Sampler:
             if seen is not None:
                 seen.add(token)
         self.sampled += 1
+        if self._guide is not None and token not in self._sampling.stop_tokens:
+            self._guide.advance(token)
 
     def _draw(self, logits: Logits, position: int) -> int:
         sampling = self._sampling
         scores = self._adjust(logits.astype(np.float64))
+        if self._guide is not None:
+            allowed = self._guide.allowed()
+            if not allowed.any():
+                raise GrammarError("the grammar is complete, and the request has no stop token")
+            scores[~allowed] = -np.inf
         if sampling.temperature <= 0.0:
             return int(np.argmax(scores))
         ids, probabilities = candidates(scores / max(sampling.temperature, _SMALL), sampling)
+        if self._guide is not None:
+            ids, probabilities = ids[probabilities > 0.0], probabilities[probabilities > 0.0]
         cumulative = np.cumsum(probabilities)
         at = int(np.searchsorted(cumulative, uniform(sampling.seed, position) * cumulative[-1], side="right"))
         return int(ids[min(at, len(ids) - 1)])

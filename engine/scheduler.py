@@ -29,6 +29,7 @@ from engine.api import (
     TokenLogprob,
     Tokens,
 )
+from engine.grammar import Grammars, Vocabulary
 from engine.loading import Engine, OpenStore, load_engine
 from engine.memory.keys import common_tokens
 from engine.memory.memory import Lease
@@ -54,6 +55,7 @@ class Scheduler:
         config: EngineConfig,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.time,
+        grammars: Grammars | None = None,
     ) -> None:
         self.info: ModelInfo = engine.info
         self.memory = engine.memory
@@ -62,6 +64,7 @@ class Scheduler:
         self._config = config
         self._observer = observer
         self._clock = clock
+        self._grammars = grammars
         self._running: list[Sequence] = []
         self._restoring: list[Sequence] = []
         """Admitted, and waiting for the store."""
@@ -77,9 +80,11 @@ class Scheduler:
         progress: Progress,
         observer: Observer | None = None,
         open_store: OpenStore | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> Scheduler:
         """Raises engine.weights.errors.CheckpointError, and whatever ``open_store`` does."""
-        return cls(load_engine(config, progress, open_store), config, observer)
+        engine = load_engine(config, progress, open_store)
+        return cls(engine, config, observer, grammars=vocabulary and Grammars(vocabulary, engine.info.vocab_size))
 
     @property
     def idle(self) -> bool:
@@ -93,7 +98,8 @@ class Scheduler:
             self._counts["failed"] += 1
             self._outbox.append(failure)
             return
-        self._waiting.append(Sequence.of(request, self._order, self.info.context_length))
+        guide = self._grammars.guide(request.sampling) if self._grammars is not None else None
+        self._waiting.append(Sequence.of(request, self._order, self.info.context_length, guide))
         self._order += 1
 
     def abort(self, request_id: str) -> None:
@@ -156,6 +162,8 @@ class Scheduler:
         if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
             message = f"token ids must be in [0, {self.info.vocab_size})"
             return Failed(request.id, "invalid", message, self.info.vocab_size)
+        if sampling.constraint is not None and self._grammars is None:
+            return Failed(request.id, "invalid", "this engine has no vocabulary to follow a grammar with")
         if sampling.max_tokens < 0:
             return Failed(request.id, "invalid", "max_tokens is negative")
         if count >= limit:
@@ -170,6 +178,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
         any other that does not fit yet is waited for. Background requests run while there is no other."""
+        for sequence in [one for one in self._waiting if one.guide is not None and one.guide.failure]:
+            self._fail(sequence, sequence.guide.failure, "invalid")
         foreground = any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting))
         if foreground:
             for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
@@ -277,11 +287,14 @@ class Scheduler:
         sequence.unused = 0
 
     def _wait_for_reads(self) -> None:
-        """Nothing can be computed before more was read."""
+        """Nothing can be computed before more was read, or a grammar is there."""
         for lease in (*(_leased(one) for one in self._restoring), *self.memory.draining):
             if lease.restore is not None:
                 lease.restore.wait()
                 return
+        for sequence in self._waiting:
+            if sequence.guide is not None and not sequence.guide.ready:
+                return sequence.guide.wait()
 
     # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────
 

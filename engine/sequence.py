@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine.api import PAGE, FinishReason, Request, Reuse
+from engine.grammar import Guide
 from engine.memory.keys import encode
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
@@ -34,6 +35,8 @@ class Sequence:
     """How many tokens may be sampled."""
     tokens: list[int]
     sampler: Sampler
+    guide: Guide | None = None
+    """The grammar of its output, if it has one."""
     fed: int = 0
     lease: Lease | None = None
     reuse: Reuse | None = None
@@ -53,9 +56,9 @@ class Sequence:
     _encoded: bytes = b""
 
     @classmethod
-    def of(cls, request: Request, order: int, context: int) -> Sequence:
+    def of(cls, request: Request, order: int, context: int, guide: Guide | None = None) -> Sequence:
         limit = max(0, min(request.sampling.max_tokens, context - len(request.tokens)))
-        return cls(request, order, limit, list(request.tokens), Sampler(request.sampling, request.tokens))
+        return cls(request, order, limit, list(request.tokens), Sampler(request.sampling, request.tokens, guide), guide)
 
     @property
     def prompt(self) -> int:
@@ -71,6 +74,8 @@ class Sequence:
     @property
     def waiting(self) -> bool:
         """Whether what it waits for is still to come; an other that ends or gives way forgets its wishes."""
+        if self.guide is not None and not self.guide.ready:
+            return True
         return self.waits is not None and self.waits[1] in self.waits[0].wanted
 
     @property

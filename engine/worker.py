@@ -92,6 +92,7 @@ MakeScheduler = Callable[[EngineConfig, Progress], Scheduler]
 def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
     """The real thing. torch is imported here, so that a worker can say at once that it is alive."""
     progress("starting", 0, 1)
+    from engine.grammar import Vocabulary
     from engine.scheduler import Scheduler as TheScheduler
     from engine.weights.errors import CheckpointError
 
@@ -100,8 +101,15 @@ def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
     def open_store(fingerprint: str, page: tuple[int, ...], state: tuple[int, ...]) -> StateStore | None:
         return None if settings is None else open_worker_store(settings, fingerprint, page, state)
 
+    def vocabulary() -> Vocabulary:
+        from parsers.tokens import Tokenizer
+
+        tokenizer = Tokenizer.load(Path(config.model))
+        tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        return Vocabulary(tokens, frozenset(tokenizer.control.values()))
+
     try:
-        return TheScheduler.load(config, progress, open_store=open_store)
+        return TheScheduler.load(config, progress, open_store=open_store, vocabulary=vocabulary)
     except CheckpointError as error:
         raise Unservable(str(error)) from error
 

@@ -76,12 +76,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool the assistant may call. ``freeform`` tools take raw text instead of JSON arguments."""
+    """A tool the assistant may call. ``freeform`` tools take raw text instead of JSON arguments. ``strict``: its schema
+    is to be enforced; ``grammar``: what the raw text must follow, as (``lark`` or ``regex``, definition)."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     freeform: bool = False
+    strict: bool = False
+    grammar: tuple[Literal["lark", "regex"], str] | None = None
 
 
 @dataclass(frozen=True)
