@@ -2,7 +2,11 @@
 
 Two encoders share one vocabulary. The plain one does not know control tokens at all, so no text whatever can produce
 one. The trusted one splits text at control tokens first and encodes what lies between them plainly; since pieces are
-independent of each other, remembered pieces are exact, and only the tail of a growing prompt is encoded anew.
+independent of each other, remembered pieces are exact, and only the tail of a growing prompt is encoded anew. A long
+piece is remembered in chunks, cut where that changes nothing (``seams``).
+
+Two ways to spell bytes are known: letters that stand for bytes (byte-level), and text with a sign for the space and a
+token for each byte that has no other (sentencepiece).
 """
 
 from __future__ import annotations
@@ -14,62 +18,67 @@ import re
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from parsers.alternatives import alternatives
+from parsers.description import BECOME_SIGNS, Spelling, is_ordinary, lengths_after, plain_model, take_lead
+from parsers.seams import Seams
+from parsers.vocabulary import TokenizerError, read_description
+
+__all__ = ["Detokenizer", "Tokenizer", "TokenizerError"]
+
 _MEMO_BYTES = 64 << 20
 _SURROGATES = re.compile("[\ud800-\udfff]")
 """The renderer's marks: no text has them, since the guard replaces lone surrogates that a client sends."""
-
-
-class TokenizerError(Exception):
-    """The tokenizer files are missing, damaged, or of a kind that is not supported."""
+_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_SIGNS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
 
 
 class Tokenizer:
-    """A byte-level tokenizer of a checkpoint (``tokenizer.json``)."""
+    """A checkpoint's tokenizer, from a description as ``tokenizer.json`` has it."""
 
     def __init__(self, description: dict[str, Any], memo_bytes: int = _MEMO_BYTES) -> None:
         """Raises TokenizerError."""
-        kinds = _decoder_kinds(description.get("decoder"))
-        if "ByteLevel" not in kinds:
-            raise TokenizerError(f"tokenizer.json decodes with {sorted(kinds)}, only ByteLevel is supported")
-        model = description.get("model")
-        if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-            raise TokenizerError("tokenizer.json has no vocabulary of byte pairs")
+        self._spelling = Spelling(description)
         added = {str(token["content"]): token for token in description.get("added_tokens") or ()}
-        # Added tokens of white space or of one character are ordinary text; they stay in the plain vocabulary.
-        control = {text: token for text, token in added.items() if len(text) > 1 and text.strip()}
+        added = {text: token for text, token in added.items() if not self._spelling.is_byte(text)}
+        control = {text: token for text, token in added.items() if not is_ordinary(text, bool(token.get("special")))}
         self.control: dict[str, int] = {text: int(token["id"]) for text, token in control.items()}
         """Control tokens by their text."""
         self.special = frozenset(int(token["id"]) for token in control.values() if token.get("special"))
         """Control tokens that never stand for visible text."""
-        vocabulary = {k: v for k, v in model["vocab"].items() if k not in control}
+        ordinary = {text: int(token["id"]) for text, token in added.items() if text not in control}
+        description, self._lead = take_lead(description)
         plain = description | {
-            "added_tokens": [token for text, token in added.items() if text not in control],
-            "model": model | {"vocab": vocabulary},
+            "added_tokens": [added[text] for text in ordinary],
+            "model": plain_model(description["model"], control, ordinary),
             "post_processor": None,
         }
+        text = json.dumps(plain)
         try:
-            text = json.dumps(plain)
             self._plain = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for everything
             raise TokenizerError(f"tokenizer.json is not usable: {error}") from error
-        self.identity = hashlib.blake2b(text.encode() + repr(sorted(self.control.items())).encode()).digest()
+        rest = repr(sorted(self.control.items())) + (repr(self._lead) if self._lead else "")
+        self.identity = hashlib.blake2b(text.encode() + rest.encode()).digest()
         """The same for tokenizers that give the same ids."""
-        texts = (text for text in added if text not in control)
-        self.longest = max(map(len, (*vocabulary, *map(str.encode, texts))))
-        """Bytes of the longest token of plain text."""
+        vocabulary: dict[str, int] = plain["model"]["vocab"]
         self.vocab_size = 1 + max((*self.control.values(), *vocabulary.values()))
         self._control_texts = {token: text for text, token in self.control.items()}
-        names = sorted(self.control, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "((?!))")
+        self._split = _splitter(control)
+        self._ordinary = {token: self._spelling.added_bytes(text) for text, token in ordinary.items()}
+        tokens = [*map(self._spelling.bytes_of, vocabulary), *self._ordinary.values()]
+        self.longest = max(map(len, tokens))
+        """Bytes of the longest token of plain text."""
+        self._wordiest = max(map(_wordy, tokens))
+        self._lengths = lengths_after(description.get("normalizer"))
+        self._seams = Seams(tokens, self._batch, "(?<" not in json.dumps(plain.get("pre_tokenizer")))
         self._bytes: dict[int, bytes] = {}
-        self._letters = _letters()
         self._memo: OrderedDict[str, array[int]] = OrderedDict()
         self._memo_size, self._memo_limit = 0, memo_bytes
         self._lock = Lock()
@@ -77,75 +86,91 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """Raises TokenizerError."""
-        path = directory / "tokenizer.json"
-        try:
-            description = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise TokenizerError(f"{path} does not exist; the checkpoint needs a fast tokenizer") from error
-        except (OSError, ValueError) as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from error
-        if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
-            raise TokenizerError(f"{path} is not a tokenizer description")
-        return cls(description)
+        return cls(read_description(directory))
 
     def token_id(self, text: str) -> int | None:
         """The id of a control token, None if there is no such token."""
         return self.control.get(text)
 
     def encode(self, text: str, remember: bool = False) -> tuple[int, ...]:
-        """Plain text to ids; control tokens spelled in it are ordinary text."""
-        return tuple(self._encode(text, remember))
+        """Plain text, from the midst of other text, to ids; control tokens spelled in it are ordinary text."""
+        return tuple(self._encode(_without_marks(text, "\ufffd"), remember))
 
-    def encode_trusted(self, text: str, remember: bool = False) -> list[int]:
-        """Text to ids, with control tokens recognised. Marks (lone surrogates) are removed after splitting."""
+    def encode_trusted(self, text: str, remember: bool = False, after: int | None = None) -> list[int]:
+        """Text to ids, with control tokens recognised. Marks (lone surrogates) are removed after splitting. ``after``
+        is the token before it, None at the start of a prompt."""
         ids: list[int] = []
-        for number, piece in enumerate(self._split.split(text)):
-            if number % 2:
-                ids.append(self.control[piece])
-            elif piece:
-                ids.extend(self._encode(_SURROGATES.sub("", piece), remember))
+        end = 0
+        for match in self._split.finditer(text):
+            ids.extend(self._between(text[end : match.start()], remember, ids[-1] if ids else after))
+            ids.append(self.control[match[match.lastindex or 0]])
+            end = match.end()
+        ids.extend(self._between(text[end:], remember, ids[-1] if ids else after))
         return ids
+
+    def _between(self, text: str, remember: bool, after: int | None) -> Sequence[int]:
+        text = _without_marks(text, "")
+        if text and self._lead and (after is None or (self._lead.where == "segment" and after in self._control_texts)):
+            text = self._lead.before(text)
+        return self._encode(text, remember) if text else ()
 
     def _encode(self, text: str, remember: bool) -> Sequence[int]:
-        if remember:
-            with self._lock:
-                known = self._memo.get(text)
-                if known is not None:
-                    self._memo.move_to_end(text)
-                    return known
-        clean = _SURROGATES.sub("\ufffd", text)
+        chunks = self._seams.chunks(text)
+        # Texts that would displace much of what is remembered are not: they are too rare to come again.
+        if not remember or _size(text, ()) > self._memo_limit // 4:
+            return [token for ids in self._batch(chunks) for token in ids]
+        with self._lock:
+            known = {chunk: ids for chunk in chunks if (ids := self._recall(chunk)) is not None}
+        new = [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
+        for chunk, tokens in zip(new, self._batch(new), strict=True):
+            known[chunk] = array("I", tokens)
+            self._remember(chunk, known[chunk])
+        return known[text] if len(chunks) == 1 else [token for chunk in chunks for token in known[chunk]]
+
+    def _batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # Only the batch calls let other threads run meanwhile, and this one does not compute offsets.
-        ids = self._plain.encode_batch_fast([clean], add_special_tokens=False)[0].ids
-        if remember:
-            self._remember(text, array("I", ids))
-        return ids
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _recall(self, text: str) -> array[int] | None:
+        known = self._memo.get(text)
+        if known is not None:
+            self._memo.move_to_end(text)
+        return known
 
     def _remember(self, text: str, ids: array[int]) -> None:
-        """Texts that would displace much of what is remembered are not: they are too rare to come again."""
-        size = _size(text, ids)
-        if size > self._memo_limit // 4:
-            return
         with self._lock:
             if text not in self._memo:
-                self._memo_size += size
+                self._memo_size += _size(text, ids)
             self._memo[text] = ids
             while self._memo_size > self._memo_limit:
                 self._memo_size -= _size(*self._memo.popitem(last=False))
+
+    def least_tokens(self, texts: Iterable[str]) -> int:
+        """A number of tokens that no prompt with these texts can have fewer than, told without encoding them.
+
+        A token has few letters, however long the longest runs of spaces or dashes are; and words are tokens apart."""
+        if self._lengths == "unknown":
+            return 0
+        size = words = seams = 0
+        for text in texts:
+            data = self._spelling.added_bytes(_without_marks(text, "?"))
+            signs = len(data) - _wordy(data) + sum(map(text.count, BECOME_SIGNS))
+            if self._lengths == "composed" and len(data) != len(text):  # at most four code points become three bytes
+                size += len(text) * 3 // 4
+                words += (len(text) - signs) * 3 // 4
+            else:
+                size += len(data)
+                words += len(data) - signs
+            seams += self._seams.count(data)
+        return max(-(-size // self.longest), -(-words // self._wordiest), seams)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; none for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
-            control = self._control_texts.get(token)
-            text = self._plain.id_to_token(token) if control is None else None
-            if control is not None:
-                known = control.encode()
-            elif text is None:
-                known = b""
-            elif all(letter in self._letters for letter in text):
-                known = bytes(self._letters[letter] for letter in text)
-            else:
-                known = text.encode()  # an added token that is ordinary text
+            control, ordinary = self._control_texts.get(token), self._ordinary.get(token)
+            spelled = self._plain.id_to_token(token) if control is None and ordinary is None else None
+            known = control.encode() if control else ordinary or (self._spelling.bytes_of(spelled) if spelled else b"")
             self._bytes[token] = known
         return known
 
@@ -154,7 +179,14 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def detokenizer(self) -> Detokenizer:
+        """For a turn, from its first token on."""
         return Detokenizer(self)
+
+    def strips_behind(self, token: int | None) -> bool:
+        """Is a space that decoded text has behind this token (None: at the start) not part of the text?"""
+        if not self._spelling.strips or token is None:
+            return self._spelling.strips
+        return self._lead is not None and self._lead.where == "segment" and token in self._control_texts
 
 
 class Detokenizer:
@@ -163,9 +195,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = tokenizer.strips_behind(None)
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        data = self._tokenizer.token_bytes(token)
+        if self._strip:
+            data = data.removeprefix(b" ")
+        self._strip = self._tokenizer.strips_behind(token)
+        return self._decoder.decode(data)
 
     def flush(self) -> str:
         """What an unfinished code point is worth when something else follows it."""
@@ -174,21 +211,31 @@ class Detokenizer:
         return text
 
 
-def _size(text: str, ids: array[int]) -> int:
+def _without_marks(text: str, instead: str) -> str:
+    return text if text.isascii() else _SURROGATES.sub(instead, text)
+
+
+def _size(text: str, ids: Sequence[int]) -> int:
     """Bytes that a remembered piece takes up."""
     return sys.getsizeof(text) + sys.getsizeof(ids)
 
 
-def _decoder_kinds(decoder: object) -> set[str]:
-    if not isinstance(decoder, dict):
-        return set()
-    nested = decoder.get("decoders")
-    inner = set().union(*map(_decoder_kinds, nested)) if isinstance(nested, list) else set()
-    return {str(decoder.get("type"))} | inner
+def _wordy(data: bytes) -> int:
+    """Bytes that are no ASCII signs."""
+    return len(data.translate(None, _SIGNS))
 
 
-def _letters() -> dict[str, int]:
-    """Byte-level vocabularies spell each byte as a printable letter: printable Latin-1 as itself, the rest moved up."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(moved)}
+def _splitter(control: Mapping[str, Mapping[str, Any]]) -> re.Pattern[str]:
+    """Finds control tokens, one group for each kind: some take the white space beside them, some must be words."""
+    kinds: dict[tuple[bool, ...], list[str]] = {}
+    for text, token in control.items():
+        kinds.setdefault(tuple(bool(token.get(flag)) for flag in ("lstrip", "rstrip", "single_word")), []).append(text)
+    patterns = []
+    for (left, right, word), texts in kinds.items():
+        pattern = f"({alternatives(texts)})"
+        if word:
+            pattern = rf"(?<!\w){pattern}(?!\w)"
+        if left:  # only from where white space begins: else each of its characters would be a start
+            pattern = f"(?:(?<!{_SPACE}){_SPACE}+)?{pattern}"
+        patterns.append(pattern + (f"{_SPACE}*" if right else ""))
+    return re.compile("|".join(patterns) or "(?!)")

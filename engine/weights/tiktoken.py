@@ -1,8 +1,4 @@
-"""Tokenizers for checkpoints that the project makes itself: the real Qwen vocabulary, and plain bytes.
-
-``tokenizer.json`` wants BPE merges, the vocabulary package ships tiktoken ranks. A merge is recovered by running BPE on
-each token's own bytes with all other merges: two parts remain, and they are the pair that makes the token.
-"""
+"""Tokenizers for checkpoints that the project makes itself: the real Qwen vocabulary, and plain bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.weights.errors import CheckpointError
+from parsers.ranks import bytes_to_unicode, merged_pair
 
 # Added tokens in id order, behind the byte-pair vocabulary; True = special. Source: the vocabulary package's own list.
 QWEN_ADDED: tuple[tuple[str, bool], ...] = (
@@ -93,25 +90,3 @@ def _save(tokenizer: Tokenizer, added: Sequence[tuple[str, bool]], directory: Pa
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def merged_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens whose merge makes ``token``, found by merging its bytes in rank order; None if there are none.
-
-    A part may have a higher rank than the token (a few do in this vocabulary): then it is merged late, but it is."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
-        known = [(ranks[pair], i) for i, pair in enumerate(pairs) if pair in ranks]
-        if not known:
-            return None
-        i = min(known)[1]
-        parts[i : i + 2] = [pairs[i]]
-    return parts[0], parts[1]
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's printable letter for each byte: printable Latin-1 stands for itself, the rest moves up past U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(moved)}

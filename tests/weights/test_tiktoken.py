@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.weights.tiktoken import build_byte_tokenizer, build_qwen_tokenizer, bytes_to_unicode, merged_pair
+from engine.weights.tiktoken import build_byte_tokenizer, build_qwen_tokenizer
+from parsers.ranks import bytes_to_unicode, merged_pair
 
 WORDS = st.sampled_from(
     ["def ", "人力资源", "\n\n", "  ", "été", "🎉", "<think>", "</tool_call>", "12345", "\t", "don't"]
