@@ -43,8 +43,11 @@ class Traits:
     """A message may have only one call."""
     plain_schemas: bool = False
     """The template only understands schemas without references, unions and omissions."""
-    system_anywhere: bool = False
-    """System turns may come in mid-conversation."""
+    declares_tools: bool = True
+    """The template tells the model of tools; else the format does, in the system text."""
+    system: Literal["anywhere", "first", "in_user"] = "first"
+    """Where system turns may come. "in_user": the template has no place for system text, or one that moves as the
+    conversation grows; the first user turn begins with it."""
     users_in_a_row: bool = True
     """User turns may follow each other."""
     openers: Mapping[tuple[bool, bool], str] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Planner:
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
         """The tools that the template is told of."""
-        return [] if self._format.tools_text else self._described(tools)
+        return self._described(tools) if self._traits.declares_tools else []
 
     def plan(self, conversation: Conversation) -> Plan:
         """Raises RenderError."""
@@ -105,7 +108,7 @@ class Planner:
 
     def _system(self, text: str, tools: Sequence[Tool]) -> str:
         marked = self._marked(text, SYSTEM)
-        if not (self._format.tools_text and tools):
+        if not tools or self._traits.declares_tools or self._format.tools_text is None:
             return marked
         between = "\n\n" if text.strip() else ""
         return marked + between + tools_text(self._format.tools_text, self._described(tools))
@@ -149,7 +152,7 @@ class Planner:
 
     def _output(self, call: ToolCall, identity: str, texts: Sequence[str]) -> Message:
         content, result = self._marked("\n".join(texts), OUTPUT), self._format.result
-        if self._format.tools_text:
+        if self._traits.calls == "content" and not self._traits.declares_tools:
             content = f"{result.open}{result.inner}{content}{result.inner}{result.close}"
             return {"role": "user", "content": content}
         return {"role": "tool", "content": content, "tool_call_id": self._guard.text(identity)}
@@ -175,8 +178,9 @@ class _Planning:
         self._made: dict[str, _Made] = {}
         self._count = 0
         self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
-        if self._format.tools_text and conversation.tools and not _begins_with_system(conversation):
-            self.plan.add(Item("system", -1), {"role": "system", "content": planner._system("", conversation.tools)})
+        self._first = ""  # system text that waits for the first user turn
+        if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
+            self._system(-1, planner._system("", conversation.tools))
         for index, turn in enumerate(conversation.turns):
             self._turn(index, turn)
 
@@ -189,17 +193,24 @@ class _Planning:
         elif turn.role != "system":
             self._user(index, planner._marked(planner._content(turn), USER))
         elif index == 0:
-            content = planner._system(planner._content(turn), self._conversation.tools)
-            plan.add(Item("system", index), {"role": "system", "content": content})
-        elif self._traits.system_anywhere:
+            self._system(index, planner._system(planner._content(turn), self._conversation.tools))
+        elif self._traits.system == "anywhere":
             content = planner._marked(planner._content(turn), SYSTEM)
             plan.add(Item("system", index), {"role": "system", "content": content})
         else:
             text = planner._guard.text(planner._content(turn))
             plan.refused.setdefault(len(plan.items), []).append((index, text))
 
+    def _system(self, index: int, content: str) -> None:
+        if self._traits.system == "in_user":
+            self.plan.items.append(Item("system", index))
+            self._first = content + "\n\n"
+        else:
+            self.plan.add(Item("system", index), {"role": "system", "content": content})
+
     def _user(self, index: int, content: str) -> None:
         plan = self.plan
+        content, self._first = self._first + content, ""
         if not self._traits.users_in_a_row and plan.items and plan.items[-1].kind == "user":
             plan.items.append(Item("user", index))
             plan.messages[-1]["content"] = f"{plan.messages[-1]['content']}\n\n{content}"

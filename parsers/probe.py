@@ -17,7 +17,7 @@ from parsers.conversation import Block, Conversation, Text, Thinking, Tool, Tool
 from parsers.encoders.message import Encoder
 from parsers.events import TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Format
-from parsers.guard import THOUGHT, visible
+from parsers.guard import SYSTEM, THOUGHT, USER, visible
 from parsers.messages import RenderError, ThinkingField, Traits
 from parsers.render import Renderer
 from parsers.stream import StreamParser
@@ -114,10 +114,10 @@ class _Examination:
 
     def fit(self) -> Fit:
         """Raises Mismatch, RenderError."""
-        self._check_tools()
-        traits = replace(Traits(), openers=self._openers(Traits()))
+        traits = self._head()
+        traits = replace(traits, openers=self._openers(traits))
         traits, score = self._calls(traits)
-        traits = replace(traits, openers=traits.openers | self._openers(traits, 1), stub=self._stub(traits))
+        traits = replace(traits, openers={**traits.openers, **self._openers(traits, 1)}, stub=self._stub(traits))
         traits = self._odd_turns(traits)
         renderer = self._renderer(traits)
         return Fit(renderer, _probe(renderer), score)
@@ -125,11 +125,28 @@ class _Examination:
     def _renderer(self, traits: Traits) -> Renderer:
         return Renderer(self._format, self._tokenizer, self._template, traits)
 
-    def _check_tools(self) -> None:
-        without = Renderer(replace(self._format, tools_text=None), self._tokenizer, self._template, Traits())
-        declared = _TOOL.description in visible(without.text(_conversation(0)))
-        if declared == (self._format.tools_text is not None):
-            raise Mismatch("the template declares tools itself" if declared else "the template does not declare tools")
+    def _head(self) -> Traits:
+        """Where the template puts tools and system text."""
+        first = _conversation(0)
+        later = replace(first, turns=(*first.turns, Turn("assistant", (Text("Yes."),)), _user("And?")))
+        for traits in (Traits(), Traits(system="in_user")):
+            try:
+                text, longer = (self._renderer(traits).text(one) for one in (first, later))
+            except RenderError as error:
+                refusal = error
+                continue
+            declares = _TOOL.description in visible(text)
+            if not declares and self._format.tools_text is None:
+                raise Mismatch("the template does not declare tools")
+            if all(self._in_front(one) for one in (text, longer)):
+                return replace(traits, declares_tools=declares)
+            refusal = RenderError("the chat template has no place for system text")
+        raise refusal
+
+    def _in_front(self, text: str) -> bool:
+        """Does the system text come first, however the conversation goes on?"""
+        system, user = text.find(SYSTEM), text.find(USER)
+        return 0 <= system < user and text.count(SYSTEM) == 2
 
     def _openers(self, traits: Traits, steps: int = 0) -> Mapping[tuple[bool, bool], str]:
         """What the generation prompt has behind the assistant header."""
@@ -151,7 +168,7 @@ class _Examination:
     # ── assistant turns ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _ways(self, traits: Traits) -> Iterator[Traits]:
-        ways = ("content",) if self._format.tools_text else ("template", "rewritten", "content")
+        ways = ("template", "rewritten", "content")
         thinks = self._format.think is not None or self._format.frames is not None
         fields: tuple[ThinkingField, ...] = get_args(ThinkingField)[1:] if thinks else ("",)
         for calls, arguments, field in product(ways, ("text", "mapping"), fields):
@@ -180,7 +197,7 @@ class _Examination:
         verbatim). Raises Mismatch, RenderError."""
         renderer, conversation = self._renderer(traits), _conversation(1)
         if traits.calls == "content":
-            self._check_marker(renderer)
+            self._check_marker(renderer, traits)
         prompt = renderer.render(conversation, remember=False)
         header = next(span for span in prompt.spans if span.kind == "assistant_header")
         turn = next(span for span in prompt.spans if span.kind == "assistant")
@@ -213,17 +230,24 @@ class _Examination:
         if not loosely and _json(arguments) != json.loads(_ARGUMENTS):
             raise Mismatch(f"call arguments do not parse back; the template writes {written!r}")
 
-    def _check_marker(self, renderer: Renderer) -> None:
-        """Is there any sign that this checkpoint knows these calls, if its template never writes one?"""
+    def _check_marker(self, renderer: Renderer, traits: Traits) -> None:
+        """Is there any sign that this checkpoint knows these calls, if its template never writes one? Raises
+        Mismatch."""
+        if not traits.declares_tools:
+            return
+        if self._format.tools_text:
+            raise Mismatch("the template declares tools itself")
         call = self._format.call
         marker = (call.section.open if call.section else "") or call.open
         shown = marker and (marker in self._tokenizer.control or marker in renderer.text(_conversation(0)))
-        if not shown and not self._format.tools_text:
+        if not shown:
             raise Mismatch(f"neither the vocabulary nor the template's text has {marker!r}")
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _stub(self, traits: Traits) -> str:
+        if self._format.frames:
+            return ""
         first = _conversation(0)
         turns = (*first.turns, Turn("assistant", (Thinking("T"), Text("Old answer."))), _user("Q"))
         blocks = self._renderer(traits).blocks(replace(first, turns=turns))
@@ -245,9 +269,9 @@ class _Examination:
         if not self._renders(traits, replace(first, turns=(*first.turns, _user("More.")))):
             traits = replace(traits, users_in_a_row=False)
         extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), _user("And?"))
-        anywhere = replace(traits, system_anywhere=True)
+        anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))
-        return anywhere if self._renders(anywhere, middle, system=3) else traits
+        return anywhere if traits.system == "first" and self._renders(anywhere, middle, system=3) else traits
 
     def _renders(self, traits: Traits, conversation: Conversation, name: str = "", system: int = -1) -> bool:
         """Is it rendered, with this name in it, and with a place of its own for this system turn?"""

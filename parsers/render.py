@@ -46,7 +46,7 @@ class Renderer:
         self.traits = traits
         self.guard = Guard((*tokenizer.control, *_structure(wire_format)))
         self._planner = Planner(wire_format, self.guard, traits)
-        self._finder, self._parts = Finder(wire_format), Parts(wire_format)
+        self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
         self._tokenizer, self._template = tokenizer, template
         self._edges = Edges(tokenizer.control)
         self._control_text = re.compile("|".join(map(re.escape, tokenizer.control)) or "(?!)")
@@ -69,8 +69,15 @@ class Renderer:
         return self._text(self._planner.plan(conversation), conversation, thinking, effort)
 
     def blocks(self, conversation: Conversation, thinking: bool = True) -> list[Block]:
-        """The turns of ``text``. Raises RenderError."""
-        return self._finder.blocks(self.text(conversation, thinking))
+        """The turns of ``text``, the messages of an assistant turn in one. Raises RenderError."""
+        *blocks, last = self._finder.blocks(self.text(conversation, thinking))
+        joined: list[Block] = []
+        for block in blocks:
+            if self.format.frames and block.assistant and joined and joined[-1].assistant:
+                joined[-1] = Block(joined[-1].text + block.text, joined[-1].header, True)
+            else:
+                joined.append(block)
+        return [*joined, last]
 
     def render(
         self, conversation: Conversation, *, thinking: bool = True, effort: Effort | None = None, remember: bool = True
@@ -141,19 +148,12 @@ class _Rendering:
         self._format, self._traits = renderer.format, renderer.traits
         self._finder = renderer._finder
         self._position = 0
-        self._moved: set[int] = set()  # system items whose text stands elsewhere
         self._tools_found = not conversation.tools
         names = (renderer.guard.text(tool.name) for tool in conversation.tools[:1])
         self._tool_name = next(names, "")
 
     def write(self, blocks: Sequence[Block]) -> None:
         """Raises RenderError."""
-        everywhere = "".join(block.text for block in blocks)
-        self._moved = {
-            number
-            for number, item in enumerate(self._plan.items)
-            if item.kind == "system" and everywhere.count(SYSTEM) and not _own_block(blocks)
-        }
         number = 0
         while number < len(blocks):
             block, number = blocks[number], number + 1
@@ -164,7 +164,6 @@ class _Rendering:
                 block = Block(block.text + blocks[number].text, block.header, True)
                 number += 1
             self._assistant_block(block)
-        self._skip_moved()
         if self._position != len(self._plan.items):
             raise RenderError(f"the chat template left out turn {self._plan.items[self._position].turn}")
         self._refused()
@@ -176,8 +175,6 @@ class _Rendering:
 
     def _item(self, kind: TurnKind) -> Item:
         """The next item, which must be of that kind."""
-        if kind != "system":
-            self._skip_moved()
         items = self._plan.items
         item = items[self._position] if self._position < len(items) else None
         if item is None or item.kind != kind:
@@ -185,10 +182,6 @@ class _Rendering:
             raise RenderError(f"the chat template writes a {kind} turn where {expected} belongs")
         self._position += 1
         return item
-
-    def _skip_moved(self) -> None:
-        while self._position in self._moved:
-            self._position += 1
 
     def _refused(self, between: bool = False) -> None:
         """Turns that the template refuses, before the next item. ``between`` outputs of one turn: it is closed and
@@ -209,7 +202,7 @@ class _Rendering:
 
     def _others(self, block: Block, first: bool) -> None:
         """A turn that is not the assistant's: those items whose contents it holds, or the template's own."""
-        marks = [match for match in _MARKED.finditer(block.text) if not (match[1] == SYSTEM and self._moved)]
+        marks = list(_MARKED.finditer(block.text))
         if not marks:
             own = not first or not self._renderer.blank(block.text)
             self._piece(block.text, Item("system", -1) if own else None)
@@ -217,7 +210,6 @@ class _Rendering:
         cuts = [0, *(self._cut(block.text, one.end(), other.start()) for one, other in pairwise(marks)), len(block.text)]
         for number, (mark, (begin, end)) in enumerate(zip(marks, pairwise(cuts), strict=True)):
             kind = _KINDS[mark[1]]
-            self._skip_moved()
             self._refused(between=number > 0)
             self._piece(block.text[begin:end], self._item(kind))
 
@@ -257,7 +249,6 @@ class _Rendering:
     # ── turns of the assistant ────────────────────────────────────────────────────────────────────────────────────
 
     def _assistant_block(self, block: Block) -> None:
-        self._skip_moved()
         self._refused()
         item = self._item("assistant")
         turn, writer = self._conversation.turns[item.turn], self._writer
@@ -361,12 +352,3 @@ def _structure(wire_format: Format) -> Iterator[str]:
     yield from (text.strip() for text in (*turns.headless, *turns.others, *wire_format.ends))
     if wire_format.frames:
         yield from (wire_format.frames.start, wire_format.frames.message, *wire_format.frames.ends)
-
-
-def _own_block(blocks: Sequence[Block]) -> bool:
-    """Has the system text a turn of its own (with tools, perhaps), rather than a place inside another one?"""
-    for block in blocks:
-        kinds = {match[1] for match in _MARKED.finditer(block.text)}
-        if SYSTEM in kinds:
-            return kinds == {SYSTEM}
-    return False

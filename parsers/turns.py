@@ -7,7 +7,7 @@ and parts of an assistant turn by the format's delimiters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +32,7 @@ class Block:
 class Finder:
     """Finds the turns in rendered text."""
 
-    def __init__(self, wire_format: Format) -> None:
+    def __init__(self, wire_format: Format, control: Collection[str]) -> None:
         turns = wire_format.turns
         headers = (turns.system.open, turns.user.open, turns.tools.open, *turns.others)
         self._headers = {header: False for header in headers if header}
@@ -41,6 +41,10 @@ class Finder:
         self._header = re.compile(alternatives(self._headers))
         self._any = re.compile(alternatives((*self._headers, *turns.headless)))
         self._headless = frozenset(turns.headless)
+        self._asking = (turns.user.open, turns.tools.open)
+        # Instructions to the model may spell a header that has no control token; a real one follows an end of turn.
+        spelled = not any(name in turns.tools.open for name in control)
+        self._spelled = turns.tools.open if spelled and turns.assistant.close else ""
         self._close = turns.assistant.close
         end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
         self._end = re.compile(rf"({end})\s*\Z")
@@ -49,10 +53,12 @@ class Finder:
         """The first block is what stands before any header, the last one (of the assistant) the generation prompt."""
         starts = [(0, "", False)]
         for match in self._any.finditer(text):
-            header = match[0]
+            header, begin = match[0], match.start()
+            if header == self._spelled and not text.endswith(self._close, 0, begin):
+                continue
             if header in self._headers:
-                starts.append((match.start(), header, self._headers[header]))
-            if header in self._headless and not self._continues(text, match.end()):
+                starts.append((begin, header, self._headers[header]))
+            if header in self._headless and starts[-1][1] in self._asking and not self._continues(text, match.end()):
                 starts.append((match.end(), "", True))
         ends = [start for start, _, _ in starts[1:]] + [len(text)]
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Effort, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
+from parsers.format import Call, Effort, Format, Json, Pair, Result, Switches, Tagged, Think, ToolsText, Turns
 
 _BOS = "<｜begin▁of▁sentence｜>"
 _TURNS = Turns(
@@ -15,6 +15,14 @@ _TURNS = Turns(
     headless=("<｜tool▁outputs▁end｜>",),
 )
 _SECTION = Pair("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DECLARED = "## Tools\n\nThese functions can be called, one JSON description per line:\n\n"
+_SPELLED = "\nWrite calls exactly like this, one or several between the outer marks:\n\n"
+
+
+def _tools(call: str) -> ToolsText:
+    """Templates of these checkpoints often know nothing of tools; ``call`` is an example."""
+    return ToolsText(_DECLARED, f"{_SPELLED}{_SECTION.open}<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>{_SECTION.close}")
+
 
 V3 = Format(
     name="deepseek_v3",
@@ -31,6 +39,9 @@ V3 = Format(
         first="",
     ),
     result=Result("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", inner=""),
+    think=Think("<think>", "</think>"),
+    switches=Switches(on={}, off={}),
+    tools_text=_tools('function<｜tool▁sep｜>the_name\n```json\n{"first": "value"}\n```'),
 )
 
 V31 = replace(
@@ -54,6 +65,7 @@ V31 = replace(
         between="",
     ),
     switches=Switches(on={"thinking": True}, off={"thinking": False}),
+    tools_text=_tools('the_name<｜tool▁sep｜>{"first": "value"}'),
 )
 
 
@@ -83,6 +95,7 @@ def _dsml(section: str, space: str) -> Call:
 V32 = replace(
     V31,
     name="deepseek_v32",
+    tools_text=None,
     models=("DeepSeek-V3.2",),
     turns=replace(
         _TURNS,

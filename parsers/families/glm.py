@@ -77,7 +77,12 @@ HY3 = replace(
     GLM45,
     name="hy3",
     models=("Hy3",),
-    turns=CHATML,
+    turns=Turns(
+        system=Pair("", ""),
+        user=Pair("<｜hy_User{suffix}｜>", ""),
+        assistant=Pair("<｜hy_Assistant{suffix}｜>", "<｜hy_eos{suffix}｜>"),
+        tools=Pair("<tool_responses{suffix}>", "</tool_responses{suffix}>"),
+    ),
     think=Think("<think{suffix}>", "</think{suffix}>", inner="", after=""),
     call=Call(
         "<tool_call{suffix}>",
@@ -94,7 +99,7 @@ HY3 = replace(
         first="",
         around="\n",
     ),
-    result=Result("\n", "<tool_response>", "</tool_response>"),
+    result=Result("\n", "<tool_response{suffix}>", "</tool_response{suffix}>"),
     switches=Switches(
         always={"preserved_thinking": True},
         on={"reasoning_effort": "high"},

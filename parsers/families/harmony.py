@@ -13,6 +13,7 @@ HARMONY = Format(
         assistant=Pair("<|start|>assistant", "<|return|>"),
         tools=Pair("<|start|>functions.", "<|end|>"),
         stops=("<|call|>", "<|endoftext|>"),
+        others=("<|start|>developer<|message|>",),
     ),
     frames=Frames(
         start="<|start|>assistant",

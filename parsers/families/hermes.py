@@ -18,8 +18,8 @@ CHATML = Turns.framed(
 
 HERMES = Format(
     name="hermes",
-    models=("Qwen2.5", "Qwen3", "SmolLM3"),
-    turns=CHATML,
+    models=("Qwen2.5", "Qwen3", "Hermes-3"),
+    turns=replace(CHATML, others=("<|im_start|>tool\n",)),
     think=Think("<think>", "</think>"),
     call=Call("<tool_call>", "</tool_call>", JsonCall()),
     result=Result("\n", "<tool_response>", "</tool_response>"),
@@ -37,6 +37,8 @@ PLAIN = replace(
     ),
 )
 """ChatML checkpoints whose template ignores tools: calls are spelled the Hermes way and written by the format."""
+
+PLAIN_THINKING = replace(PLAIN, name="chatml_thinking", models=("SmolLM3",), think=HERMES.think)
 
 GRANITE4 = replace(
     HERMES,

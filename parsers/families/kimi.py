@@ -14,6 +14,7 @@ K2 = Format(
         tools="<|im_system|>tool<|im_middle|>",
         end="<|im_end|>",
         stops=("[EOS]",),
+        others=("<|im_system|>tool_declare<|im_middle|>",),
     ),
     think=Think("<think>", "</think>", inner="", after=""),
     call=Call(

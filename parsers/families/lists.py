@@ -15,7 +15,11 @@ def _json_list(begin: str, end: str, first: str = "") -> Call:
 GRANITE3 = Format(
     name="granite3",
     models=("Granite-3.3",),
-    turns=replace(GRANITE4.turns, tools=Pair("<|start_of_role|>tool_response<|end_of_role|>", "<|end_of_text|>")),
+    turns=replace(
+        GRANITE4.turns,
+        tools=Pair("<|start_of_role|>tool<|end_of_role|>", "<|end_of_text|>"),
+        others=("<|start_of_role|>available_tools<|end_of_role|>", "<|start_of_role|>tool_response<|end_of_role|>"),
+    ),
     think=Think("<think>", "</think>", inner="", after=""),
     answer=Answer("<response>", "</response>"),
     call=_json_list("<|tool_call|>", ""),

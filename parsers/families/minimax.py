@@ -38,6 +38,7 @@ M3 = replace(
     M2,
     name="minimax_m3",
     models=("MiniMax-M3",),
+    turns=replace(M2.turns, others=("]~b]developer\n",)),
     think=Think("<mm:think>", "</mm:think>", inner="", after="", closer_alone=True),
     call=Call(
         f"{_MARK}<invoke",

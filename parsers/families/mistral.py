@@ -12,6 +12,7 @@ _TURNS = Turns(
     assistant=Pair("", "</s>"),
     tools=Pair("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     headless=("[/INST]", "[/TOOL_RESULTS]"),
+    others=("[AVAILABLE_TOOLS]",),
 )
 
 V3 = Format(

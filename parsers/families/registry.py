@@ -45,12 +45,13 @@ FORMATS: tuple[Format, ...] = (
     hermes.ERNIE,
     hermes.LONGCAT,
     hermes.PLAIN,
+    hermes.PLAIN_THINKING,
 )
 
 ALIASES: dict[str, str] = {
     "qwen25": "hermes",
     "qwen3": "hermes",
-    "smollm3": "hermes",
+    "smollm3": "chatml_thinking",
     "qwen3_coder": "qwen3_xml",
     "qwen35": "qwen3_xml",
     "qwen36": "qwen3_xml",
