@@ -18,6 +18,7 @@ FREEFORM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}
 """Formats know only JSON arguments: a free-form tool's input travels as the one string ``input``."""
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+_UNKNOWN_ESCAPES = re.compile(r"(?<!\\)(?:\\\\)*\\(?![\\'\"abfnrtvxuUN0-7\n])")
 _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 NESTING = 128
@@ -203,7 +204,7 @@ def _finite(text: str) -> str | None:
 
 def _python_literal(text: str) -> str | None:
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(_UNKNOWN_ESCAPES.sub(r"\\\g<0>", text))
         written = None if too_deep(value) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None

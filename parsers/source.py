@@ -149,7 +149,7 @@ class Source:
         """As ``take``, but the stop is not consumed."""
         while True:
             match, held = stops.pattern.search(self.buffer), stops.held(self.buffer)
-            known = match is not None and (match.start() < held or self.ended)
+            known = match is not None and (match.start() < held or (self.ended and self.natural))
             if match and known and match.start() <= limit:
                 return self.advance(match.start()), match[0]
             if known or held > limit:

@@ -22,7 +22,9 @@ from parsers.source import Cut, Emit, Source, Step, Stops
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD_END = re.compile(r"[,:=(){}\[\]\s\"']|[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
-_NUMBER_LIMIT = 4096
+_PYTHON_NUMBER = re.compile(
+    r"-?(0[xXoObB][\da-fA-F_]{1,64}|[\d_]{0,4096}\.?[\d_]{0,4096}([eE][-+]?\d{1,9})?)", re.ASCII
+)
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _GO_ON = (",", "}", "]", ")", ":")
 
@@ -216,7 +218,7 @@ def _number(word: str) -> str | None:
     """A number as JSON; Python's other spellings are read."""
     if is_json(word):
         return word
-    if len(word) > _NUMBER_LIMIT:
+    if not _PYTHON_NUMBER.fullmatch(word):
         return None
     try:
         value = ast.literal_eval(word)
