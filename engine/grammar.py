@@ -87,7 +87,9 @@ class Grammars:
             try:
                 from llguidance import LLTokenizer, TokenizerWrapper
             except ImportError as error:
-                raise GrammarError("constrained decoding needs the package llguidance, which is not installed") from error
+                raise GrammarError(
+                    "constrained decoding needs the package llguidance, which is not installed"
+                ) from error
             words = _Words(self._load(), self._size)
             self._tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens))
         return self._tokenizer

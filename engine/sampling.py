@@ -1,7 +1,8 @@
 """Drawing tokens. One row of logits at a time, in float64, so nothing depends on the batch.
 
 Order: penalties, bias, grammar, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position).
-Ties go to the lower token id. Whatever numbers a request brings, scores stay finite and at least one token can be drawn.
+Ties go to the lower token id. Whatever numbers a request brings, scores are numbers and at least one token can be
+drawn; what a grammar rules out never is.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
         any other that does not fit yet is waited for. Background requests run while there is no other."""
-        for sequence in [one for one in self._waiting if one.guide is not None and one.guide.failure]:
-            self._fail(sequence, sequence.guide.failure, "invalid")
+        for sequence in [one for one in self._waiting if one.failure]:
+            self._fail(sequence, sequence.failure, "invalid")
         foreground = any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting))
         if foreground:
             for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:

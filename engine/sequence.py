@@ -79,6 +79,11 @@ class Sequence:
         return self.waits is not None and self.waits[1] in self.waits[0].wanted
 
     @property
+    def failure(self) -> str:
+        """Why there is no grammar for its output; "" while that is not known."""
+        return self.guide.failure if self.guide is not None else ""
+
+    @property
     def remaining(self) -> int:
         """Tokens not yet fed; 1 while decoding."""
         return len(self.tokens) - self.fed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from parsers.conversation import Tool
-from parsers.format import Elements, Format, Frames, JsonCall, PythonCalls, Tagged
+from parsers.format import Format, Frames, JsonCall, PythonCalls, Tagged
 from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, regex, regex_of_lark, sequence
 from parsers.schema import FREEFORM_SCHEMA
 from parsers.values import Values
@@ -98,7 +98,11 @@ class _Turn:
         return sequence((self.free(), self.literal(delimiter)))
 
     def free(self) -> str:
-        return self.rules.rule(f"<[^{','.join(map(str, sorted(self.own)))}]>*") if self.own else self.rules.terminal(regex(ANY))
+        return (
+            self.rules.rule(f"<[^{','.join(map(str, sorted(self.own)))}]>*")
+            if self.own
+            else self.rules.terminal(regex(ANY))
+        )
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,8 +178,8 @@ class _Turn:
         return sequence(found)
 
     def calls(self, free: bool = False) -> str:
-        """All calls of an answer, with the section around them. ``free``: behind any text, up to the first opener; where
-        there are no sections, this is one call."""
+        """All calls of an answer, with the section around them. ``free``: behind any text, up to the first opener;
+        where there are no sections, this is one call."""
         call, section = self.call, self.call.section
 
         def opened(text: str, here: bool) -> str:
@@ -215,7 +219,11 @@ class _Tags(_Turn):
         lead = self._lead(opener, thinking)
         open_answer = self._open_answer(opener)
         end = self.format.turns.assistant.close
-        last = f"({self.literal(end)})?" if len(self.rules.pieces(end)) > 1 and "".join(self.rules.pieces(end)[::2]) else ""
+        last = (
+            f"({self.literal(end)})?"
+            if len(self.rules.pieces(end)) > 1 and "".join(self.rules.pieces(end)[::2])
+            else ""
+        )
         if self.demand.calls == "required":
             body = sequence((self._close_answer() if open_answer else "", self.calls()))
         elif self.demand.answer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput
@@ -12,7 +13,8 @@ from parsers.encoders.message import Encoder
 from parsers.encoders.registry import ENCODERS
 from parsers.events import BoundaryKind
 from parsers.families.registry import FORMATS, find
-from parsers.format import Effort, Format
+from parsers.format import Effort, Format, Tolerances
+from parsers.grammar import Demand, Tokens, constraint
 from parsers.probe import Fit, Mismatch, Probe, examine
 from parsers.render import Prompt, Renderer, RenderError, Span, SpanKind
 from parsers.stream import StreamParser, Wire
@@ -21,6 +23,9 @@ from parsers.tokens import Tokenizer, TokenizerError
 from parsers.write import ThinkingState, assistant_text
 
 __all__ = ["Family", "FamilyError", "Probe", "Prompt", "RenderError", "Span", "SpanKind", "StreamParser", "load_family"]
+
+
+_NO_TOLERANCES = Tolerances(spelled_opener=False, bare_head=False, call_in_thinking=False)
 
 
 class FamilyError(Exception):
@@ -69,9 +74,18 @@ class Family:
             block.text.strip() for block in blocks if isinstance(block, Text | ToolOutput)
         )
 
-    def parser(self, prompt: Prompt, tools: Sequence[Tool]) -> StreamParser:
-        """A parser for the turn that answers ``prompt``. Without tools, calls are text and never executed."""
-        return StreamParser(self.format, self._wire, self.tokenizer, tools, prompt.thinking_open)
+    def parser(self, prompt: Prompt, tools: Sequence[Tool], *, exact: bool = False) -> StreamParser:
+        """A parser for the turn that answers ``prompt``. Without tools, calls are text and never executed. ``exact``: a
+        grammar was followed, so that only what it knows as a call is one."""
+        wire_format = replace(self.format, tolerances=_NO_TOLERANCES) if exact else self.format
+        return StreamParser(wire_format, self._wire, self.tokenizer, tools, prompt.thinking_open)
+
+    def constraint(self, prompt: Prompt, tools: Sequence[Tool], demand: Demand) -> str | None:
+        """The grammar that the answer to ``prompt`` must follow; None where none is needed. Raises GrammarError."""
+        start = prompt.spans[-1].start if prompt.spans and prompt.spans[-1].kind == "generation_prompt" else 0
+        opener = self.tokenizer.decode(prompt.ids[start:]).removeprefix(self.format.turns.assistant.open)
+        tokens = Tokens(self.tokenizer.control, self.tokenizer.special)
+        return constraint(self.format, tokens, opener, prompt.thinking, tools, demand)
 
     def encode_output(self, prompt: Prompt, blocks: Sequence[Block]) -> tuple[int, ...]:
         """The ids a perfect model would sample for this turn, end of turn included. Thinking is left out where the
@@ -110,7 +124,7 @@ class Family:
 
 
 def load_family(directory: Path, family: str | None = None) -> Family:
-    """The family of a checkpoint; ``family`` names it (or a model of it) where it cannot be told. Raises FamilyError."""
+    """The family of a checkpoint; ``family`` names it or its model, where it cannot be told. Raises FamilyError."""
     named = find(family) if family else None
     if family and named is None:
         raise FamilyError(f"there is no family {family!r}; known are {', '.join(known.name for known in FORMATS)}")

@@ -18,8 +18,8 @@ from parsers.schema import json_of
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
 _NOTES = frozenset(
-    ("title", "description", "default", "examples", "$schema", "$id", "$comment", "$anchor", "deprecated", "readOnly")
-    + ("writeOnly", "$defs", "definitions", "nullable")
+    "title description default examples $schema $id $comment $anchor deprecated readOnly writeOnly $defs definitions"
+    " nullable".split()
 )
 """Keywords that assert nothing here."""
 _OF_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -143,16 +143,19 @@ class Values:
         if isinstance(options, list | tuple):
             if "allOf" in own and len(options) != 1:
                 self._refuse("allOf")
-            found = [one for option in options for one in self._alternatives(option, depth + 1)]
+            several = [one for option in options for one in self._alternatives(option, depth + 1)]
             rest = {key: value for key, value in own.items() if key not in ("anyOf", "oneOf", "allOf")}
             if rest and rest != {"type": "object"}:
                 self._refuse("anyOf beside other keywords")
-            return found
+            return several
         values = own.get("enum", [own["const"]] if "const" in own else None)
         if isinstance(values, list | tuple):
             texts = [value for value in values if isinstance(value, str)]
             others = [value for value in values if not isinstance(value, str)]
-            return [*([{"type": "string", "enum": texts}] if texts else ()), *({"type": "", "const": v} for v in others)]
+            return [
+                *([{"type": "string", "enum": texts}] if texts else ()),
+                *({"type": "", "const": v} for v in others),
+            ]
         types = _types(schema)
         if not types:
             types = ["object"] if "properties" in own else ["array"] if "items" in own else [""]
@@ -320,7 +323,10 @@ class Values:
         first = f"({other} {more})?" if other else ""
         for member, required in reversed(members):
             if required:
-                first, more = self._rules.rule(sequence((member, more))), self._rules.rule(sequence((mark, member, more)))
+                first, more = (
+                    self._rules.rule(sequence((member, more))),
+                    self._rules.rule(sequence((mark, member, more))),
+                )
             else:
                 here = sequence((member, more))
                 first = self._rules.rule(f"{here} | {first}") if first else f"({self._rules.rule(here)})?"
@@ -330,9 +336,9 @@ class Values:
     # ── Gemma ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _literal(self, codec: Literals, schema: object, depth: int) -> str:
-        return self._recursive(schema, "", lambda: one_of(
-            self._one_literal(codec, one, depth) for one in self._some(schema, depth)
-        ))
+        return self._recursive(
+            schema, "", lambda: one_of(self._one_literal(codec, one, depth) for one in self._some(schema, depth))
+        )
 
     def _one_literal(self, codec: Literals, one: dict[str, Any], depth: int) -> str:
         quote = self._rules.literal(codec.quote)
@@ -356,7 +362,9 @@ class Values:
         for member in members:
             if not member.key or set(member.key) & set(":,{}[]\"'") or member.key != member.key.strip():
                 raise GrammarError(f"the parameter {member.key!r:.80} cannot be written by this model")
-            found.append((f"{plain(member.key + ':')} {self._literal(codec, member.schema, depth + 1)}", member.required))
+            found.append(
+                (f"{plain(member.key + ':')} {self._literal(codec, member.schema, depth + 1)}", member.required)
+            )
         other = self._other(members, ":", self._literal(codec, True, depth + 1)) if more else ""
         return sequence(('"{"', self._listed(found, ",", other), '"}"'))
 
