@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -69,7 +69,12 @@ class Tokenizer:
         """The same for tokenizers that give the same ids."""
         vocabulary: dict[str, int] = plain["model"]["vocab"]
         self.vocab_size = 1 + max((*self.control.values(), *vocabulary.values()))
-        self._control_texts = {token: text for text, token in self.control.items()}
+        self.controls = {token: text for text, token in self.control.items()}
+        """Their texts by id."""
+        self.strips: Literal["nowhere", "start", "segment"] = "nowhere"
+        """Where a space that decoded text begins with is not part of it: at the start, or behind control tokens too."""
+        if self._spelling.strips:
+            self.strips = self._lead.where if self._lead else "start"
         self._split = _splitter(control)
         self._ordinary = {token: self._spelling.added_bytes(text) for text, token in ordinary.items()}
         tokens = [*map(self._spelling.bytes_of, vocabulary), *self._ordinary.values()]
@@ -110,7 +115,7 @@ class Tokenizer:
 
     def _between(self, text: str, remember: bool, after: int | None) -> Sequence[int]:
         text = _without_marks(text, "")
-        if text and self._lead and (after is None or (self._lead.where == "segment" and after in self._control_texts)):
+        if text and self._lead and (after is None or (self._lead.where == "segment" and after in self.controls)):
             text = self._lead.before(text)
         return self._encode(text, remember) if text else ()
 
@@ -168,7 +173,7 @@ class Tokenizer:
         """The bytes a token stands for; none for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
-            control, ordinary = self._control_texts.get(token), self._ordinary.get(token)
+            control, ordinary = self.controls.get(token), self._ordinary.get(token)
             spelled = self._plain.id_to_token(token) if control is None and ordinary is None else None
             known = control.encode() if control else ordinary or (self._spelling.bytes_of(spelled) if spelled else b"")
             self._bytes[token] = known
@@ -182,12 +187,6 @@ class Tokenizer:
         """For a turn, from its first token on."""
         return Detokenizer(self)
 
-    def strips_behind(self, token: int | None) -> bool:
-        """Is a space that decoded text has behind this token (None: at the start) not part of the text?"""
-        if not self._spelling.strips or token is None:
-            return self._spelling.strips
-        return self._lead is not None and self._lead.where == "segment" and token in self._control_texts
-
 
 class Detokenizer:
     """Decodes ids one by one. A code point split over tokens appears when it is complete, never as U+FFFD before."""
@@ -195,17 +194,18 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip = tokenizer.strips_behind(None)
+        self._strip = tokenizer.strips != "nowhere"
 
     def push(self, token: int) -> str:
         data = self._tokenizer.token_bytes(token)
         if self._strip:
             data = data.removeprefix(b" ")
-        self._strip = self._tokenizer.strips_behind(token)
+        self._strip = self._tokenizer.strips == "segment" and token in self._tokenizer.controls
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What an unfinished code point is worth when something else follows it."""
+        """What an unfinished code point is worth when a control token follows it."""
+        self._strip = self._tokenizer.strips == "segment"
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
