@@ -215,7 +215,9 @@ class Calls:
             return (yield from self._call("", Opener("call"), place, start, name))
         return (yield from self.section("", Opener("frame"), place, start))
 
-    def _call(self, found: str, opener: Opener, place: Place, start: Boundary, name: str = "") -> Step[tuple[bool, str]]:
+    def _call(
+        self, found: str, opener: Opener, place: Place, start: Boundary, name: str = ""
+    ) -> Step[tuple[bool, str]]:
         """One call behind its opener. Returns whether it was a call, and a delimiter behind it that is consumed."""
         source = self._source
         log = [found]
@@ -261,7 +263,7 @@ class Calls:
             name = yield from self._header.read(source, call, opener.kind == "head")
         if name and self._json:
             yield from source.space()
-            if (yield from source.peek()) not in ("{", '"', "n") and not (yield from source.follows(self._behind)):
+            if not (yield from source.follows(("{", '"', "null", *self._behind))):
                 raise Malformed
         if name:
             call.announce(name)
@@ -289,7 +291,10 @@ class Calls:
     def _closing(self, call: Call, stop: str) -> Step[tuple[str, bool]]:
         """Reads tail and closer as far as they are there: (a delimiter that is consumed, complete)."""
         source = self._source
-        for expected, rule in (((self._tail,) if self._tail else (), "missing_tail"), (self._close, "missing_call_close")):
+        for expected, rule in (
+            ((self._tail,) if self._tail else (), "missing_tail"),
+            (self._close, "missing_call_close"),
+        ):
             if not expected:
                 continue
             if not stop:

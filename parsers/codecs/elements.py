@@ -28,11 +28,12 @@ class _Node:
 
 
 class ElementsReader(Single):
-    """Reads ``Elements`` arguments."""
+    """Reads ``Elements`` arguments. ``spelled``: delimiters in ordinary characters that also exist as tokens."""
 
-    def __init__(self, codec: Elements, fence: Fence) -> None:
+    def __init__(self, codec: Elements, fence: Fence, spelled: frozenset[str]) -> None:
         self._item, self._prefix = codec.item, codec.prefix
-        self._outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
+        outer = (*fence.closes, *fence.opens, *fence.ends)
+        self._outer = tuple(text for text in outer if text and text not in spelled)
         self._ends = fence.ends
         self._stops = Stops(codec.prefix, *self._outer)
         self._name = Stops(">", *self._outer)
@@ -62,12 +63,12 @@ class ElementsReader(Single):
                 held.append(node)
             if stop != self._prefix:
                 break
-        if "".join(noise).strip():
-            call.tolerate("text_in_call")
         if stop is None and not source.natural:
             raise Cut
+        if "".join(noise).strip():
+            parameters.unreadable("text_in_call")
         self._write(call, parameters, held)
-        parameters.close()
+        parameters.close(stop or "")
         return stop or ""
 
     def _tag(self, source: Source) -> Step[tuple[str, str | None]]:

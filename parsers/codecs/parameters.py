@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from parsers.codecs.call import Call
+from parsers.codecs.call import Call, Interrupted, Malformed
 from parsers.schema import is_json_object, json_of, quoted, wire_json
 
 _WRAPPERS = ("arguments", "parameters")
@@ -18,7 +18,12 @@ class Parameters:
         self.call = call
         self._seen: set[str] = set()
         self._wrapped: tuple[str, str] | None = None
-        self._whole = False
+        self._whole = self._lost = False
+
+    def unreadable(self, rule: str) -> None:
+        """Something that is no parameter was there."""
+        self._lost = True
+        self.call.tolerate(rule)
 
     def written_whole(self) -> None:
         """The object is written by someone else."""
@@ -31,7 +36,10 @@ class Parameters:
             (lead, text), self._wrapped = self._wrapped, None
             self.call.arguments(lead + text)
         if not key or key in self._seen or self._whole:
-            self.call.tolerate("duplicate_parameter" if key in self._seen else "malformed_parameter")
+            if key in self._seen:
+                self.call.tolerate("duplicate_parameter")
+            else:
+                self.unreadable("malformed_parameter")
             return ""
         lead = ("{" if not self._seen else ", ") + quoted(key) + ": "
         self._seen.add(key)
@@ -52,9 +60,12 @@ class Parameters:
         else:
             self.call.arguments(lead + text)
 
-    def close(self) -> None:
+    def close(self, stop: str) -> None:
+        """``stop`` is what ended the parameters. Where something was there but no parameter, this is no call."""
         if self._whole:
             return
+        if self._lost and not self._seen:
+            raise Interrupted(stop) if stop else Malformed
         if self._wrapped:
             self.call.arguments(self._wrapped[1])
             self.call.tolerate("wrapped_arguments")

@@ -16,6 +16,7 @@ from parsers.source import certain
 def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
     """``fence`` is coded already, ``codec`` is not."""
     code = wire.code
+    spelled = frozenset(wire.text_of(text) for text in (*fence.closes, *fence.opens) if certain(text))
     match codec:
         case Json():
             return JsonReader(fence)
@@ -24,11 +25,10 @@ def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
         case Tagged():
             whole = codec.whole and Pair(code(codec.whole.open), code(codec.whole.close))
             coded = replace(codec, open=code(codec.open), open_end=code(codec.open_end), close=code(codec.close))
-            spelled = frozenset(wire.text_of(close) for close in fence.closes if certain(close))
             return TaggedReader(replace(coded, key_end=code(codec.key_end), whole=whole), fence, spelled)
         case Literals():
             return LiteralsReader(Literals(code(codec.quote)), fence, spelled=codec.quote)
         case Elements():
-            return ElementsReader(replace(codec, prefix=code(codec.prefix)), fence)
+            return ElementsReader(replace(codec, prefix=code(codec.prefix)), fence, spelled)
         case PythonCalls():
             return PythonReader(codec, fence)

@@ -35,7 +35,7 @@ class _Opener:
 class TaggedReader(Single):
     """Reads ``Tagged`` arguments. Values that are certainly strings stream; others are written when they close.
 
-    ``spelled``: closers in ordinary characters of which there is one in control tokens.
+    ``spelled``: delimiters in ordinary characters that also exist in control tokens.
     """
 
     def __init__(self, codec: Tagged, fence: Fence, spelled: frozenset[str]) -> None:
@@ -56,14 +56,15 @@ class TaggedReader(Single):
         self._between = Stops(self._stem, self._whole or "", self._tail, *outer)
         self._value = Stops(*self._closes, self._stem, self._tail, *outer)
         self._spelled = spelled
-        self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text)
+        self._fence_opens = frozenset(fence.opens)
+        self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text and text not in spelled)
         self._after = tuple(text for text in outer if text not in spelled)
         self._after_spelled = outer
 
     def read(self, source: Source, call: Call) -> Step[str]:
         """Ends behind the delimiter that ended the parameters, and returns it."""
         parameters = Parameters(call)
-        stop = yield from self._until_next(source, call)
+        stop = yield from self._until_next(source, parameters)
         while stop is not None and stop in (self._stem, self._whole):
             if stop == self._whole:
                 stop = yield from self._whole_object(source, call, parameters)
@@ -71,16 +72,16 @@ class TaggedReader(Single):
                 stop = yield from self._parameter(source, call, parameters)
         if stop is None and not source.natural:
             raise Cut
-        parameters.close()
+        parameters.close(stop or "")
         if self._tail and stop != self._tail:
             call.tolerate("missing_tail")
         return stop or ""
 
-    def _until_next(self, source: Source, call: Call) -> Step[str | None]:
+    def _until_next(self, source: Source, parameters: Parameters) -> Step[str | None]:
         noise: list[str] = []
         stop = yield from source.until(self._between, noise.append, hold_at_end=True)
         if "".join(noise).strip():
-            call.tolerate("text_in_call")
+            parameters.unreadable("text_in_call")
         return stop
 
     def _whole_object(self, source: Source, call: Call, parameters: Parameters) -> Step[str | None]:
@@ -89,7 +90,7 @@ class TaggedReader(Single):
         yield from self._json.read(source, call)
         yield from source.space()
         yield from source.literal(self._whole_close)
-        return (yield from self._until_next(source, call))
+        return (yield from self._until_next(source, parameters))
 
     # ── one parameter ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +98,7 @@ class TaggedReader(Single):
         """From behind the stem of its opener to the next stop."""
         key, kind, instead = yield from self._key(source, call)
         if instead:
-            call.tolerate("malformed_parameter")
+            parameters.unreadable("malformed_parameter")
             return instead
         value = parameters.value(key, kind, self._codec.typed, trims=self._codec.trim == "newline")
         while True:
@@ -113,7 +114,7 @@ class TaggedReader(Single):
             value.close()
             if stop != self._codec.close:
                 call.tolerate("misspelled_close")
-            return (yield from self._until_next(source, call))
+            return (yield from self._until_next(source, parameters))
         value.close(drop_newline=True)
         call.tolerate("missing_parameter_close")
         return stop
@@ -166,9 +167,10 @@ class TaggedReader(Single):
             return at_line and (yield from self._declared_key(source, call))
         if stop == self._tail:
             return at_line and (yield from _ahead(source, (after,)))
-        if stop in self._spelled and not call.guarded:
-            return (yield from source.follows(self._opens_or_ends))
-        return value.line_start or (yield from source.follows(self._opens_or_ends))
+        if stop in self._fence_opens:
+            return value.line_start and (call.guarded or stop not in self._spelled)
+        doubted = stop in self._spelled and not call.guarded
+        return (yield from source.follows(self._opens_or_ends if doubted else after))
 
     def _declared_key(self, source: Source, call: Call) -> Step[bool]:
         """Does the opener of a parameter that the tool has come next, behind its stem? Consumes nothing."""
