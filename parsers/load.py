@@ -134,16 +134,16 @@ def load_family(directory: Path, family: str | None = None) -> Family:
     except (TokenizerError, TemplateMissing) as error:
         raise FamilyError(str(error)) from error
     fits: list[Fit] = []
-    reasons: list[str] = []
+    reasons: dict[str, list[str]] = {}
     for wire_format, template in templates:
         try:
             fits.append(examine(_with_suffix(wire_format, tokenizer), tokenizer, template))
         except Mismatch as mismatch:
-            reasons.append(f"{wire_format.name}: {mismatch}")
+            reasons.setdefault(str(mismatch), []).append(wire_format.name)
     if not fits:
         raise FamilyError(
             f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
-            + "\n  ".join(reasons)
+            + "\n  ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         )
     best = max(fit.score for fit in fits)
     fit = max((fit for fit in fits if fit.score == best), key=_mentioned)  # the first of those that are equal
@@ -190,5 +190,5 @@ def _mentioned(fit: Fit) -> tuple[int, int]:
     switches, source = fit.renderer.format.switches, fit.renderer.source
     told = (switches.always, switches.on, switches.off, *switches.efforts.values())
     names = {name for variables in told for name in variables}
-    known = sum(name in source for name in names)
+    known = sum(bool(re.search(rf"\b{name}\b", source)) for name in names)
     return known, known - len(names)

@@ -21,6 +21,7 @@ from parsers.write import arguments_mapping, arguments_text, assistant_text, thi
 
 TurnKind = Literal["system", "user", "assistant", "tool_output"]
 ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunks"]
+Calls = Literal["template", "rewritten", "rewritten_bare", "content"]
 Message = dict[str, object]
 
 
@@ -36,9 +37,10 @@ class Traits:
     """Call arguments are handed over as JSON text, verbatim, or decoded."""
     thinking: ThinkingField = "reasoning_content"
     """Where the template looks for thinking; "chunks" are parts of the content."""
-    calls: Literal["template", "rewritten", "content"] = "template"
+    calls: Calls = "template"
     """Assistant turns with calls are written by the template; by the format, in the place where the template writes its
-    own (some drop or move text, or lose types); or as content, because the template knows nothing of calls."""
+    own (some drop or move text, or lose types; "rewritten_bare": some want no content beside calls); or as content,
+    because the template knows nothing of calls."""
     one_call: bool = False
     """A message may have only one call."""
     plain_schemas: bool = False
@@ -115,12 +117,11 @@ class Planner:
 
     def _assistant(self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], sampled: bool) -> Message:
         text = "".join(block.text for block in item.blocks if isinstance(block, Text))
-        if calls and self._traits.calls == "rewritten":
-            text = ""
+        content: str | None = self._guard.text(text)
         if calls and self._traits.calls == "content":
             content = assistant_text(self._format, self._guard, item.blocks, "closed", item.first_call)
-        else:
-            content = self._guard.text(text)
+        elif calls and self._traits.calls != "template":
+            content = "" if self._traits.calls == "rewritten" else None
         message: Message = {"role": "assistant", "content": content}
         thinking = thinking_of(item.blocks)
         if thinking.strip() or sampled:

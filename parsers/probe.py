@@ -18,7 +18,7 @@ from parsers.encoders.message import Encoder
 from parsers.events import TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Format
 from parsers.guard import SYSTEM, THOUGHT, USER, visible
-from parsers.messages import RenderError, ThinkingField, Traits
+from parsers.messages import Calls, RenderError, ThinkingField, Traits
 from parsers.render import Renderer
 from parsers.stream import StreamParser
 from parsers.tokens import Tokenizer
@@ -168,10 +168,9 @@ class _Examination:
     # ── assistant turns ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _ways(self, traits: Traits) -> Iterator[Traits]:
-        ways = ("template", "rewritten", "content")
         thinks = self._format.think is not None or self._format.frames is not None
         fields: tuple[ThinkingField, ...] = get_args(ThinkingField)[1:] if thinks else ("",)
-        for calls, arguments, field in product(ways, ("text", "mapping"), fields):
+        for calls, arguments, field in product(get_args(Calls), ("text", "mapping"), fields):
             yield replace(traits, calls=calls, arguments=arguments, thinking=field)
 
     def _calls(self, traits: Traits) -> tuple[Traits, tuple[int, ...]]:
@@ -186,33 +185,36 @@ class _Examination:
                 continue
             if best is None or score > best[0]:
                 best = score, way
-            if way.calls == best[1].calls != "template" and best[0][1]:
+            if best[0][1] and way.arguments == "mapping" or way.calls != best[1].calls:
                 break
         if best is None:
-            raise Mismatch(next(iter(problems)))
+            raise Mismatch(max(problems, key=lambda problem: "parse back" in problem))  # the first, else
         return best[1], best[0]
 
     def _try(self, traits: Traits) -> tuple[int, ...]:
         """(who writes calls, thinking is kept, the template's text is what the format would write, arguments are
         verbatim). Raises Mismatch, RenderError."""
         renderer, conversation = self._renderer(traits), _conversation(1)
+        block = next(block for block in renderer.blocks(conversation) if block.assistant)
+        verbatim = _ARGUMENTS in visible(block.body)
         if traits.calls == "content":
-            self._check_marker(renderer, traits)
+            self._check_ignorance(traits)
+        elif traits.arguments == "text" and not verbatim:
+            raise Mismatch(f"arguments are not written as they are given; the template writes {visible(block.body)!r}")
         prompt = renderer.render(conversation, remember=False)
         header = next(span for span in prompt.spans if span.kind == "assistant_header")
         turn = next(span for span in prompt.spans if span.kind == "assistant")
         ids = prompt.ids[header.end : turn.end]
         blocks = conversation.turns[2].blocks
         self._check(ids, blocks)
-        block = next(block for block in renderer.blocks(conversation) if block.assistant)
-        if traits.calls == "rewritten":
+        if traits.calls in ("rewritten", "rewritten_bare"):
             self._check(self._tokenizer.encode_trusted(block.body), blocks[2:], loosely=True)
         written = [assistant_text(self._format, renderer.guard, some, "unopened", 0) for some in (blocks, blocks[1:])]
         return (
-            ("content", "rewritten", "template").index(traits.calls),
+            -get_args(Calls).index(traits.calls),
             THOUGHT in block.body,
-            any(visible(block.body).strip().startswith(text) for text in written),
-            _ARGUMENTS in visible(block.body),
+            any(visible(block.body).strip().startswith(visible(text)) for text in written),
+            verbatim,
         )
 
     def _check(self, ids: tuple[int, ...] | list[int], blocks: tuple[Block, ...], loosely: bool = False) -> None:
@@ -230,17 +232,19 @@ class _Examination:
         if not loosely and _json(arguments) != json.loads(_ARGUMENTS):
             raise Mismatch(f"call arguments do not parse back; the template writes {written!r}")
 
-    def _check_marker(self, renderer: Renderer, traits: Traits) -> None:
-        """Is there any sign that this checkpoint knows these calls, if its template never writes one? Raises
-        Mismatch."""
-        if not traits.declares_tools:
-            return
+    def _check_ignorance(self, traits: Traits) -> None:
+        """Does the template know nothing of calls, and does the checkpoint know this family's? Raises Mismatch."""
+        renderer = self._renderer(replace(traits, calls="template"))
+        body = next(visible(block.body) for block in renderer.blocks(_conversation(1)) if block.assistant)
+        if _TOOL.name in body:
+            raise Mismatch(f"an assistant turn does not parse back; the template writes {body!r}")
         if self._format.tools_text:
-            raise Mismatch("the template declares tools itself")
+            if traits.declares_tools:
+                raise Mismatch("the template declares tools itself")
+            return
         call = self._format.call
         marker = (call.section.open if call.section else "") or call.open
-        shown = marker and (marker in self._tokenizer.control or marker in renderer.text(_conversation(0)))
-        if not shown:
+        if not marker or (marker not in self._tokenizer.control and marker not in renderer.text(_conversation(0))):
             raise Mismatch(f"neither the vocabulary nor the template's text has {marker!r}")
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -268,7 +268,7 @@ class _Rendering:
 
     def _written(self, item: Item, body: str) -> str:
         """The turn's text: the template's, or the format's in its place."""
-        if self._traits.calls != "rewritten" or not any(isinstance(block, ToolCall) for block in item.blocks):
+        if self._traits.calls in ("template", "content") or not any(isinstance(block, ToolCall) for block in item.blocks):
             return body
         kept = THOUGHT in body
         blocks = [block for block in item.blocks if kept or not isinstance(block, Thinking)]

@@ -85,7 +85,7 @@ def test_a_family_can_be_named(vocabulary: Callable[[str], Path], tmp_path: Path
     assert load_family(directory, "hermes").name == "hermes"
     with pytest.raises(FamilyError, match="does not parse back"):
         load_family(directory, "qwen3_xml")
-    with pytest.raises(FamilyError, match="known are hermes, qwen3_xml, chatml"):
+    with pytest.raises(FamilyError, match="known are hermes, qwen3_xml, "):
         load_family(directory, "none_such")
 
 
@@ -95,7 +95,7 @@ def test_a_family_can_be_named(vocabulary: Callable[[str], Path], tmp_path: Path
         ("{{ messages[0].content }}", "generation prompt"),
         ("{{ raise_exception('no chat') }}", "no chat"),
         (PLAIN_CHATML.replace("im_start", "im_begin"), "generation prompt"),
-        (PLAIN_CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"), "not understood"),
+        (PLAIN_CHATML.replace("assistant\n{% endif %}", "assistant\n<wonder>\n{% endif %}"), "not understood"),
     ],
 )
 def test_what_does_not_match_is_named(
@@ -119,7 +119,7 @@ def test_missing_and_damaged_files_are_named(vocabulary: Callable[[str], Path], 
     for damage, reason in (
         (b"{", "cannot be read"),
         (b"[]", "not a tokenizer"),
-        (b'{"model": {"vocab": {}}}', "ByteLevel"),
+        (b'{"model": {"vocab": {}}}', "no vocabulary"),
     ):
         path.write_bytes(damage)
         with pytest.raises(FamilyError, match=reason):
@@ -139,14 +139,14 @@ def test_templates_get_what_they_need() -> None:
         "{{ ('[1]' | from_json)[0] }}{{ {'a': 1} | tojson(indent=1) }}"
     )
     template = ChatTemplate(source, {"bos_token": "<s>"}, datetime(2001, 2, 3))
-    text = template.render([{"content": "one"}, {"content": "two"}], [], thinking=True)
+    text = template.render([{"content": "one"}, {"content": "two"}], [], {})
     assert text == 'one2001{"k": "é<"}<s>1{\n "a": 1\n}'
 
 
 def test_templates_cannot_reach_out() -> None:
-    for source in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}"):
+    for source in ("{{ messages.clear() }}", "{{ ''.__class__.__mro__ }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}"):
         with pytest.raises(TemplateRefusal):
-            ChatTemplate(source, {}).render([], [], thinking=True)
+            ChatTemplate(source, {}).render([], [], {})
     with pytest.raises(TemplateMissing):
         ChatTemplate("{% for %}", {})
 
@@ -157,7 +157,7 @@ def test_named_templates_and_special_tokens_in_the_configuration(tmp_path: Path)
         "chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ bos_token }}"}],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.load(tmp_path).render([], [], thinking=True) == "t<b>"
+    assert ChatTemplate.load(tmp_path).render([], [], {}) == "t<b>"
 
 
 def test_encoding_round_trips_and_knows_control_tokens(families: Callable[[str], Family]) -> None:

@@ -391,12 +391,12 @@ def test_arguments_of_any_depth_are_rendered(family: Family) -> None:
 def test_a_template_that_gets_lost_in_depth_refuses(vocabulary: Callable[[str], Path], tmp_path: Path) -> None:
     template = (
         "{% macro deep(n) %}{% if n %}{{ deep(n - 1) }}{% endif %}{% endmacro %}"
-        "{% for m in messages %}{% if m.content == 'deep' %}{{ deep(5000) }}{% endif %}"
+        "{% for m in messages %}{% if 'bottom' in m.content %}{{ deep(5000) }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
     )
     family = load_family(checkpoint(vocabulary("byte"), tmp_path / "c", template))
     with pytest.raises(RenderError, match="recursion"):
-        family.render(Conversation((user("deep"),)))
+        family.render(Conversation((user("bottom"),)))
 
 
 @every
@@ -406,4 +406,4 @@ def test_no_prompt_is_shorter_than_its_least_length(family: Family, conversation
     squeezed = Turn("user", (Text("\u1100\u1161\u11a8" * 50 + "\u03b1\u0313\u0300\u0345" * 50 + " " * 500 + "x"),))
     for one in (conversation, Conversation((squeezed,))):
         assert family.least_tokens(one) <= len(family.render(one).ids)
-    assert family.least_tokens(Conversation((user("a" * 10_000),))) == -(-10_000 // family.tokenizer.longest)
+    assert family.least_tokens(Conversation((user("a" * 10_000),))) >= -(-10_000 // family.tokenizer.longest)
