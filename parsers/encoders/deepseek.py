@@ -4,6 +4,9 @@ Tools are declared behind the system text, and calls are DSML elements, which sp
 tools stand behind the end of the assistant turn and the model goes on from there without a header; from V4 on, outputs
 and user texts that follow each other are one user turn. Thinking outlives the next user turn only from V4 on, and
 there only while tools are declared (or ``drop_thinking`` is False).
+
+System texts after the first have a place of their own in V4.1 only. Before, they are written as if the user had said
+them, but end no thinking.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class DeepseekV32:
     """Variables: ``thinking``."""
 
     _dsml = _Dsml("function_calls")
-    _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "tool"}
+    _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "tool", "system": "system"}
 
     @cached_property
     def source(self) -> str:
@@ -123,7 +126,7 @@ class DeepseekV32:
         header = _ASSISTANT
         for at, turn in enumerate(turns):
             match turn.role:
-                case "user":
+                case "user" | "system":
                     parts.append(_USER + content_of(turn.messages[0]))
                 case "tool":
                     parts.append(self._outputs(turn))
@@ -141,7 +144,7 @@ class DeepseekV4:
     """Variables: ``thinking``, ``reasoning_effort`` ("low", "high", "max") and ``drop_thinking``."""
 
     _dsml = _Dsml("tool_calls")
-    _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "user"}
+    _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "user", "system": "user"}
 
     @cached_property
     def source(self) -> str:
@@ -168,7 +171,7 @@ class DeepseekV4:
 
     def _asks(self, turn: _Turn) -> bool:
         """Does the thinking before this turn end with it?"""
-        return turn.role != "assistant"
+        return turn.role == "user" and any(message["role"] != "system" for message in turn.messages)
 
     def _effort(self, effort: object) -> str:
         text = texts.EFFORTS_V4.get(effort)

@@ -174,10 +174,24 @@ def test_v4_writes_the_effort_in_front_of_everything() -> None:
 EFFORTS_V4 = {"high": "f7a24f3b3050d4a8", "max": "53fb31b8392ec5b4"}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
-def test_system_texts_come_first_in_older_models(name: str) -> None:
-    with pytest.raises(TemplateRefusal, match="system"):
-        render(name, [user("Hi"), system("Be brief."), user("Go on")])
+LATE = [user("Hi"), assistant("", "Hm.", a={}), output("a", "ok"), system("Be brief.")]
+
+
+def test_late_system_texts_are_said_by_the_user_in_older_models_and_end_no_thinking() -> None:
+    assert render("deepseek_v32", LATE).endswith(
+        "\n<result>ok</result>\n</function_results><｜User｜>Be brief.<｜Assistant｜><think>"
+    )
+    assert "<think>Hm.</think>" in render("deepseek_v32", LATE)
+    assert render("deepseek_v4", LATE).endswith(
+        "<｜User｜><tool_result>ok</tool_result>\n\nBe brief.<｜Assistant｜><think>"
+    )
+    talk = [user("Hi"), assistant("Hello.", "Polite."), system("Be brief.")]
+    assert render("deepseek_v4", talk).endswith(
+        "<｜User｜>Hi<｜Assistant｜><think>Polite.</think>Hello.<｜end▁of▁sentence｜>"
+        "<｜User｜>Be brief.<｜Assistant｜><think>"
+    )
+    with pytest.raises(TemplateRefusal, match="narrator"):
+        render("deepseek_v4", [user("Hi"), {"role": "narrator", "content": ""}])
 
 
 # ── DeepSeek V4.1 ─────────────────────────────────────────────────────────────────────────────────────────────────
