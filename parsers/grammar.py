@@ -28,16 +28,19 @@ MAX_TEXT = 4 << 20
 """Characters of a grammar."""
 
 
+Calls = Literal["auto", "required", "none"]
+"""Whether there may be, must be or must not be tool calls."""
+
+
 @dataclass(frozen=True)
 class Demand:
     """What a client demands of an answer.
 
-    ``calls``: whether there must be, may be or must not be any; ``only`` limits them to some tools, ``parallel`` allows
-    several. ``answer``: a JSON schema for the text, where text is the answer; ``answer_exact`` False: what cannot be
-    enforced of it is passed over.
+    ``only`` limits the calls to some tools, ``parallel`` allows several. ``answer``: a JSON schema for the text, where
+    text is the answer; ``answer_exact`` False: what cannot be enforced of it is passed over.
     """
 
-    calls: Literal["auto", "required", "none"] = "auto"
+    calls: Calls = "auto"
     only: tuple[str, ...] = ()
     parallel: bool = True
     answer: Mapping[str, Any] | None = None

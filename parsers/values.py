@@ -18,9 +18,8 @@ from parsers.schema import json_of
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
 _NOTES = frozenset(
-    "title description default examples $schema $id $comment $anchor deprecated readOnly writeOnly $defs definitions"
-    " nullable".split()
-)
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable")
+) | frozenset(("$schema", "$id", "$comment", "$anchor", "$defs", "definitions"))
 """Keywords that assert nothing here."""
 _OF_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose members are schemas."""

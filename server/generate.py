@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from engine.api import Anchor, Done, Failed, ModelInfo, Request, Reuse, Sampling
 from engine.client import EngineError, EngineStream
 from parsers.conversation import Conversation, Text, Tool, ToolCall
 from parsers.format import Effort
+from parsers.grammar import Demand, GrammarError
 from parsers.load import RenderError, StreamParser
 from parsers.render import Prompt
 from server.blocks import Assembler, BlockEvent
@@ -36,17 +37,16 @@ Reason = Literal["stop", "length", "tool_calls", "stop_sequence"]
 class Options:
     """What a request asks for besides its conversation. None: the model's default.
 
-    ``tools``: False when the client wants no calls. ``described_tools`` may be called too, though the prompt's head
-    does not list them. ``strict_budget``: a ``max_tokens`` that does not fit the context is an error, else it is cut.
+    ``demand``: what the answer must be. ``described_tools`` may be called too, though the prompt's head does not list
+    them. ``strict_budget``: a ``max_tokens`` that does not fit the context is an error, else it is cut.
     ``closing_text`` is said when the model ends without any text or call.
     """
 
     max_tokens: int | None = None
     thinking: bool = True
     effort: Effort | None = None
-    tools: bool = True
+    demand: Demand = field(default_factory=Demand)
     described_tools: tuple[Tool, ...] = ()
-    parallel_calls: bool = True
     stop: tuple[str, ...] = ()
     temperature: float | None = None
     top_p: float | None = None
@@ -110,24 +110,27 @@ async def _start(
     visit = state.sessions.begin(meta, conversation, info.incarnation)
     state.idle.interrupt(visit.session_id)
     prompt = await render(state, visit.conversation, options.thinking, options.effort)
+    calls = options.demand.calls != "none" and bool(conversation.tools or options.described_tools)
+    tools = (*visit.conversation.tools, *options.described_tools) if calls else ()
+    forced = _forced(state, visit, prompt)
+    constraint = await constrain(state, prompt, tools, options.demand) if forced is None else None
     max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))
     request = Request(
         id=uuid4().hex,
         tokens=prompt.ids,
-        sampling=_sampling(options, state, max_tokens, info.vocab_size, _forced(state, visit, prompt)),
+        sampling=replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint),
         anchors=tuple(Anchor(a.position, a.kind, a.priority, a.pinned) for a in visit.anchors(prompt)),
         watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in visit.watches()),
         session=visit.session_id,
         namespace=meta.namespace,
         side=visit.side,
     )
-    calls = options.tools and bool(conversation.tools or options.described_tools)
-    tools = (*visit.conversation.tools, *options.described_tools) if calls else ()
     try:
         stream = state.engine.submit(request)
     except EngineError as error:
         raise _from_engine(error, len(prompt.ids)) from error
-    generation = Generation(state, visit, prompt, stream, options, tools, request.anchors)
+    parser = state.family.parser(prompt, tools, exact=constraint is not None)
+    generation = Generation(state, visit, prompt, stream, options, tools, request.anchors, parser)
     try:
         await generation.admission()
     except BaseException:
@@ -164,6 +167,16 @@ async def render(
         raise ApiError("invalid", f"the model's chat template refuses this conversation: {error}") from error
 
 
+async def constrain(state: ServerState, prompt: Prompt, tools: Sequence[Tool], demand: Demand) -> str | None:
+    """The grammar that the answer must follow, if there is one, written off the event loop. Raises ApiError."""
+    if not demand.binds(tools):
+        return None
+    try:
+        return await to_thread.run_sync(state.family.constraint, prompt, tools, demand, limiter=state.render_limiter)
+    except GrammarError as error:
+        raise ApiError("invalid", str(error)) from error
+
+
 def context_limit(state: ServerState, info: ModelInfo) -> int:
     """Tokens that prompt and answer may have together."""
     return min(state.settings.context_length or info.context_length, info.context_length)
@@ -185,6 +198,7 @@ class Generation:
         options: Options,
         tools: Sequence[Tool],
         anchors: Sequence[Anchor],
+        parser: StreamParser,
     ) -> None:
         self.prompt = prompt
         self.report: ReuseReport | None = None
@@ -195,13 +209,13 @@ class Generation:
         self._stream = stream
         self._options = options
         self._checkpoints = tuple(anchor.position for anchor in anchors)
-        self._parser: StreamParser = state.family.parser(prompt, tools)
+        self._parser = parser
         self._assembler = Assembler(
             new_call_id=visit.new_call_id,
             new_ticket=visit.new_ticket,
             stops=options.stop,
             freeform=frozenset(tool.name for tool in tools if tool.freeform),
-            parallel_calls=options.parallel_calls,
+            parallel_calls=options.demand.parallel,
         )
         self._sampled: list[int] = []
         self._engine_done = False
@@ -406,9 +420,7 @@ def _forced(state: ServerState, visit: Visit, prompt: Prompt) -> tuple[int, ...]
     return state.script.tokens(state.family, prompt, say)
 
 
-def _sampling(
-    options: Options, state: ServerState, max_tokens: int, vocab_size: int, forced: tuple[int, ...] | None
-) -> Sampling:
+def _sampling(options: Options, state: ServerState, max_tokens: int, vocab_size: int) -> Sampling:
     settings = state.settings
     unknown = [token for token, _ in options.logit_bias if not 0 <= token < vocab_size]
     if unknown:
@@ -426,7 +438,6 @@ def _sampling(
         logprobs=options.logprobs,
         logit_bias=options.logit_bias,
         stop_tokens=state.family.stop_tokens,
-        forced=forced,
     )
 
 

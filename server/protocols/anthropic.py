@@ -11,11 +11,13 @@ from pydantic_core import from_json
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
+from parsers.grammar import Calls, Demand
 from server.generate import Options
 from server.protocols.anthropic_events import AnthropicWriter
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from sessions.tracker import RequestMeta
 
+_CALLS: dict[str, Calls] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _CLOSING_TEXT = "(no answer)"
 """Claude Code drops an answer of nothing but thinking and edits its history; it must see some text."""
 
@@ -84,6 +86,7 @@ class _Tool(Wire):
     description: str = ""
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
+    strict: bool | None = None
 
 
 class _ThinkingConfig(Wire):
@@ -93,11 +96,13 @@ class _ThinkingConfig(Wire):
 
 class _ToolChoice(Wire):
     type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
     disable_parallel_tool_use: bool | None = None
 
 
 class _Format(Wire):
-    type: str
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
 
 
 class _OutputConfig(Wire):
@@ -134,9 +139,6 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
     request = MessagesRequest.model_validate(body)
     conversation, deferred = _conversation(request)
     thinking, effort = _thought(request)
-    choice = request.tool_choice
-    if choice is not None and choice.type in ("any", "tool"):
-        raise invalid(f"tool_choice {choice.type!r} is not supported yet; use auto or none", "tool_choice")
     if request.mcp_servers:
         raise invalid("mcp_servers: this server connects to no MCP servers; the client must", "mcp_servers")
     return Inbound(
@@ -145,9 +147,8 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
             max_tokens=request.max_tokens,
             thinking=thinking,
             effort=effort,
-            tools=choice is None or choice.type != "none",
+            demand=_demand(request, {tool.name for tool in request.tools}),
             described_tools=deferred,
-            parallel_calls=choice is None or not choice.disable_parallel_tool_use,
             stop=tuple(request.stop_sequences),
             temperature=request.temperature,
             top_p=request.top_p,
@@ -189,8 +190,23 @@ def _thought(request: CountRequest) -> tuple[bool, Effort | None]:
     return True, effort
 
 
+def _demand(request: MessagesRequest, tools: set[str]) -> Demand:
+    choice = request.tool_choice or _ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name not in tools:
+        raise invalid(f"tool_choice: there is no tool {choice.name!r:.80}", "tool_choice")
+    if choice.type == "any" and not tools:
+        raise invalid("tool_choice: a call is demanded, but there are no tools", "tool_choice")
+    answer = request.output_config.format if request.output_config is not None else None
+    return Demand(
+        calls=_CALLS[choice.type],
+        only=(choice.name,) if choice.type == "tool" else (),
+        parallel=not choice.disable_parallel_tool_use,
+        answer=None if answer is None else answer.schema_,
+    )
+
+
 def _wants_json(config: _OutputConfig | None) -> bool:
-    return config is not None and config.format is not None and config.format.type == "json_schema"
+    return config is not None and config.format is not None
 
 
 def _session(metadata: _Metadata | None) -> str:
@@ -229,7 +245,7 @@ def _tool(tool: _Tool) -> Tool:
         raise invalid(f"tools: {tool.type} is a tool of the vendor's own service and not available here", "tools")
     if tool.input_schema is None:
         raise invalid(f"tools: {tool.name} has no input_schema", "tools")
-    return Tool(tool.name, tool.description, tool.input_schema)
+    return Tool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
 
 
 def _turn(message: _Message, where: str, unseen: dict[str, Tool]) -> Turn:

@@ -13,6 +13,7 @@ from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from server.protocols.chat_events import ChatWriter, LogprobFormat
+from server.protocols.demands import AnswerFormat, ToolChoice, demand
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {
@@ -88,6 +89,7 @@ class _FunctionTool(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(Wire):
@@ -99,8 +101,19 @@ class _StreamOptions(Wire):
     include_usage: bool = False
 
 
+class _JsonSchema(Wire):
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
 class _ResponseFormat(Wire):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @property
+    def answer(self) -> AnswerFormat:
+        inner = self.json_schema or _JsonSchema()
+        return AnswerFormat(type=self.type, schema=inner.schema_, strict=inner.strict)
 
 
 class _TemplateSwitches(Wire):
@@ -114,7 +127,7 @@ class ChatRequest(Wire):
     model: str = Field(min_length=1)
     messages: Items[_Message]
     tools: Items[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -159,8 +172,13 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
             max_tokens=max_tokens,
             thinking=_thinks(request),
             effort=request.reasoning_effort,
-            tools=request.tool_choice != "none",
-            parallel_calls=request.parallel_tool_calls is not False,
+            demand=demand(
+                request.tool_choice,
+                request.parallel_tool_calls is not False,
+                request.response_format.answer if request.response_format is not None else None,
+                {tool.function.name for tool in request.tools or ()},
+                "response_format",
+            ),
             stop=tuple(request.stop),
             temperature=request.temperature,
             top_p=request.top_p,
@@ -199,10 +217,6 @@ def _refuse(request: ChatRequest, body: object) -> None:
     """What would change the answer and cannot be honoured is refused, not ignored."""
     if request.n not in (None, 1):
         raise invalid("n: only 1 is supported", "n")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise invalid(f"response_format {request.response_format.type!r} is not supported yet", "response_format")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise invalid("tool_choice: only auto and none are supported yet", "tool_choice")
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     for name in _NOT_YET:
@@ -220,7 +234,8 @@ def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _tool(function: _FunctionTool) -> Tool:
-    return Tool(function.name, function.description or "", function.parameters or {"type": "object", "properties": {}})
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return Tool(function.name, function.description or "", parameters, strict=bool(function.strict))
 
 
 def _turns(messages: list[_Message]) -> tuple[Turn, ...]:

@@ -11,6 +11,7 @@ from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool
 from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid
+from server.protocols.demands import AnswerFormat, ToolChoice, demand
 from server.protocols.responses_events import ResponsesWriter
 from server.protocols.responses_tools import ToolItem, ToolNames, read_tools
 from sessions.tracker import RequestMeta
@@ -106,12 +107,8 @@ class _ReasoningConfig(Wire):
     effort: Effort | None = None
 
 
-class _Format(Wire):
-    type: str
-
-
 class _TextConfig(Wire):
-    format: _Format | None = None
+    format: AnswerFormat | None = None
 
 
 class ResponsesRequest(Wire):
@@ -119,7 +116,7 @@ class ResponsesRequest(Wire):
     input: Annotated[Items[_Item], BeforeValidator(_input)]
     instructions: str | None = None
     tools: Items[ToolItem] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -148,8 +145,13 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
             max_tokens=request.max_output_tokens,
             thinking=effort != "none",
             effort=effort,
-            tools=request.tool_choice != "none",
-            parallel_calls=request.parallel_tool_calls is not False,
+            demand=demand(
+                request.tool_choice,
+                request.parallel_tool_calls is not False,
+                request.text.format if request.text is not None else None,
+                {tool.name for tool in tools},
+                "text.format",
+            ),
             temperature=request.temperature,
             top_p=request.top_p,
         ),
@@ -177,8 +179,6 @@ def _refuse(request: ResponsesRequest) -> None:
         raise invalid("background: only foreground responses are supported", "background")
     if request.top_logprobs:
         raise invalid("top_logprobs is not supported here; Chat Completions has it", "top_logprobs")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise invalid("tool_choice: only auto and none are supported yet", "tool_choice")
 
 
 def _wants_json(text: _TextConfig | None) -> bool:
@@ -200,7 +200,7 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
         "store": False,
         "temperature": request.temperature,
         "text": raw.get("text") or {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
+        "tool_choice": raw.get("tool_choice") or "auto",
         "tools": raw.get("tools") or [],
         "top_p": request.top_p,
         "truncation": "disabled",

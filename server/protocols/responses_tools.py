@@ -17,19 +17,24 @@ class _FunctionTool(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _PlainText(Wire):
+    type: Literal["text"]
 
 
 class _Grammar(Wire):
-    type: str
-    syntax: str | None = None
-    definition: str | None = None
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
 
 
 class _CustomTool(Wire):
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
-    format: _Grammar | None = None
+    format: Annotated[_PlainText | _Grammar, Field(discriminator="type")] | None = None
 
 
 _Nested = Annotated[_FunctionTool | _CustomTool, Field(discriminator="type")]
@@ -90,9 +95,10 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
 
 def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
     if isinstance(item, _FunctionTool):
-        return Tool(name, item.description or "", item.parameters or {"type": "object", "properties": {}})
-    description = item.description or ""
-    if item.format is not None and item.format.definition:
-        description = f"{description}\n\nThe input follows this {item.format.syntax or 'formal'} grammar:\n"
-        description += item.format.definition
-    return Tool(name, description.strip(), freeform=True)
+        parameters = item.parameters or {"type": "object", "properties": {}}
+        return Tool(name, item.description or "", parameters, strict=bool(item.strict))
+    if not isinstance(item.format, _Grammar):
+        return Tool(name, item.description or "", freeform=True)
+    syntax, definition = item.format.syntax, item.format.definition
+    description = f"{item.description or ''}\n\nThe input follows this {syntax} grammar:\n{definition}"
+    return Tool(name, description.strip(), freeform=True, grammar=(syntax, definition))

@@ -13,6 +13,13 @@ from tests.server.support import Answer, serving
 
 pytestmark = pytest.mark.anyio
 
+PATCH = r"""
+start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?
+hunk: "*** Delete File: " /(.+)/ LF
+    | "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF -> line)+
+
+%import common.LF
+"""
 CACHED = {"cache_control": {"type": "ephemeral"}}
 CLAUDE_HEADERS = {
     "anthropic-version": "2023-06-01",
@@ -100,7 +107,7 @@ CODEX: dict[str, Any] = {
             "type": "custom",
             "name": "apply_patch",
             "description": "Edits files",
-            "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch hunk+ end_patch"},
+            "format": {"type": "grammar", "syntax": "lark", "definition": PATCH},
         },
         {"type": "namespace", "name": "multi_agent_v1", "description": "Agents", "tools": [SPAWN]},
         {"type": "web_search", "external_web_access": False},

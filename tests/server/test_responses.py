@@ -24,7 +24,7 @@ PATCH: Any = {
     "type": "custom",
     "name": "apply_patch",
     "description": "Edit files",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"},
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+\nLINE: /[^\\n]*\\n/"},
 }
 AGENTS: Any = {
     "type": "namespace",

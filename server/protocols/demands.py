@@ -1,0 +1,95 @@
+"""What OpenAI's protocols demand of an answer: which tools are called, and what its text must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from parsers.grammar import Calls, Demand
+from server.protocols.base import Items, Wire, invalid
+
+
+class _Named(Wire):
+    name: str
+
+
+class ChosenTool(Wire):
+    """A tool by its name; Chat Completions puts that into an object of its own."""
+
+    type: Literal["function", "custom"]
+    name: str = ""
+    function: _Named | None = None
+    custom: _Named | None = None
+
+    @property
+    def called(self) -> str:
+        inner = self.function or self.custom
+        return self.name or (inner.name if inner else "")
+
+
+class _AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: Items[ChosenTool]
+
+
+class AllowedTools(Wire):
+    """Some of the tools; Chat Completions puts these fields into an object of their own."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[ChosenTool] = Field(default_factory=list)
+    allowed_tools: _AllowedTools | None = None
+
+
+ToolChoice = Literal["auto", "required", "none"] | ChosenTool | AllowedTools
+
+
+class AnswerFormat(Wire):
+    """``text``, ``json_object`` or ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+def demand(
+    choice: ToolChoice | None, parallel: bool, answer: AnswerFormat | None, tools: Collection[str], where: str
+) -> Demand:
+    """``where`` is the field that ``answer`` stood in. Raises ApiError."""
+    schema, exact = _schema(answer, where)
+    mode: Calls
+    only: tuple[str, ...]
+    match choice:
+        case ChosenTool():
+            mode, only = "required", _known([choice], tools)
+        case AllowedTools():
+            inner = choice.allowed_tools or choice
+            mode, only = inner.mode, _known(inner.tools, tools)
+            if not only:
+                raise invalid("tool_choice: allowed_tools names no tools", "tool_choice")
+        case _:
+            mode, only = choice or "auto", ()
+    if mode == "required" and not tools:
+        raise invalid("tool_choice demands a call, but there are no tools", "tool_choice")
+    return Demand(mode, only, parallel, schema, exact)
+
+
+def _known(chosen: Sequence[ChosenTool], tools: Collection[str]) -> tuple[str, ...]:
+    names = tuple(tool.called for tool in chosen)
+    for name in names:
+        if name not in tools:
+            raise invalid(f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
+    return names
+
+
+def _schema(answer: AnswerFormat | None, where: str) -> tuple[Mapping[str, Any] | None, bool]:
+    """The schema, and whether all of it is to be enforced."""
+    if answer is None or answer.type == "text":
+        return None, True
+    if answer.type == "json_object":
+        return {"type": "object"}, True
+    if answer.schema_ is None:
+        raise invalid(f"{where}: json_schema needs a schema", where)
+    return answer.schema_, answer.strict is True
