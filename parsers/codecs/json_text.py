@@ -110,6 +110,8 @@ def _comma(source: Source, call: Call, emit: Emit) -> Step[None]:
         call.tolerate("trailing_comma")
     elif source.buffer.strip():
         emit(",")
+    else:
+        raise Cut
 
 
 class JsonReader(Single):
