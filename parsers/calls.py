@@ -148,7 +148,7 @@ class Calls:
     def _leave(self, noise: _Noise, stop: str | None, called: bool, closed: bool, place: Place) -> tuple[bool, str]:
         """The end of a section, at its closer or at anything that cannot be in it."""
         if not called:
-            if stop is None and not self._source.natural:
+            if not stop and self._source.ended and not self._source.natural:
                 return True, ""  # cut off before it said what it is: neither a call nor text
             self._out.tolerate("malformed_call")
         elif not closed and self._section_close:

@@ -61,12 +61,14 @@ class Framed:
     def _head(self) -> Step[_Head | None]:
         """Reads a header with what ends it. None at the end of the input."""
         source = self._source
-        text = ""
-        stop: str | None = self._start[:1]
-        while stop == self._start[:1] and not text.strip():
+        begins = self._start[:1]
+        while True:
+            text = ""
             try:
                 text, stop = yield from source.upto(self._head_stops, _LIMIT)
-                if stop == self._start[:1] and not (yield from source.literal(self._start)):
+                if stop != begins or text.strip():
+                    break
+                if not (yield from source.literal(self._start)):
                     source.advance(1)
                     self._out.tolerate("foreign_role")
             except Cut:
@@ -78,7 +80,7 @@ class Framed:
             text = ""  # longer than any header: all of it is the body
         elif stop in (self._message, "{") and (head := self._route(text, stop)):
             return head
-        if stop and stop != "{":
+        if stop and stop not in ("{", begins):
             source.stop_here(stop)
         if text.strip():
             self._out.tolerate("malformed_header")

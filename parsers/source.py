@@ -65,7 +65,8 @@ class Source:
         """The delimiter that was returned last; it lies at ``at``."""
         self.logs: list[list[str]] = []
         """Consumed text, while it may still turn out to be no call."""
-        self._edges: deque[tuple[int, int]] = deque([(0, 0)])
+        # (characters, tokens, tokens with those behind them that have no characters) at each edge of a token
+        self._edges: deque[tuple[int, int, int]] = deque([(0, 0, 0)])
         self._length = 0
         self._tokens = 0
 
@@ -75,14 +76,16 @@ class Source:
         self._length += len(text)
         self._tokens += 1
         if text:
-            self._edges.append((self._length, self._tokens))
+            self._edges.append((self._length, self._tokens, self._tokens))
+        else:
+            self._edges[-1] = (*self._edges[-1][:2], self._tokens)
 
     def append(self, text: str) -> None:
         """Append text that belongs to the last token (the flush of an unfinished code point)."""
         if text:
             self.buffer += text
             self._length += len(text)
-            self._edges.append((self._length, self._tokens))
+            self._edges.append((self._length, self._tokens, self._tokens))
 
     def end(self, natural: bool) -> None:
         self.ended, self.natural = True, natural
@@ -99,7 +102,7 @@ class Source:
                 if before[0] == position:
                     return before[1], True, ""
                 known = self.stop + self.buffer if position == self.at else self.buffer
-                return before[1], False, known[: edge[0] - position]
+                return before[2], False, known[: edge[0] - position]
             before = edge
         return before[1], True, ""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -55,12 +55,29 @@ _KIND = {
 """Which tags are single tokens that may be seen; other families spell their tags in ordinary tokens."""
 
 
+class Loose(Tokenizer):
+    """A tokenizer that also has a token for whatever bytes are asked for."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        super().__init__(description)
+        self._pieces: dict[bytes, int] = {}
+        self._by_piece: dict[int, bytes] = {}
+
+    def piece(self, data: bytes) -> int:
+        token = self._pieces.setdefault(data, 1_000_000 + len(self._pieces))
+        self._by_piece[token] = data
+        return token
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._by_piece.get(token) or super().token_bytes(token)
+
+
 @dataclass(frozen=True)
 class Machine:
     """A format with a vocabulary."""
 
     format: Format
-    tokenizer: Tokenizer
+    tokenizer: Loose
     wire: Wire
     guard: Guard
 
@@ -89,8 +106,8 @@ class Machine:
     def output(self, blocks: Sequence[Block], thinking_open: bool = False) -> list[int]:
         """What a perfect model samples for a turn."""
         text = assistant_text(self.format, self.guard, blocks, "open" if thinking_open else "unopened")
-        end = "" if self.format.frames else self.format.ends[0]
-        return self.tokenizer.encode_trusted(text + end)
+        ended = text.endswith(self.format.ends)  # a call's end may be the turn's
+        return self.tokenizer.encode_trusted(text if ended else text + self.format.ends[0])
 
     def characters_before(self, ids: Sequence[int], boundary: Boundary) -> int:
         """A boundary's position, which does not depend on how the text was cut into tokens."""
@@ -111,13 +128,32 @@ def machine(name: str) -> Machine:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_tokens([AddedToken(token, special=token not in visible, normalized=False) for token in (*visible, *special)])
-    tokenizer = Tokenizer(json.loads(fast.to_str()))
+    tokenizer = Loose(json.loads(fast.to_str()))
     return Machine(found, tokenizer, Wire.resolve(found, tokenizer), Guard(tokenizer.control))
 
 
 NAMES = tuple(known.name for known in FORMATS)
 
 
-def respelled(tokenizer: Tokenizer, ids: Iterable[int], seed: int) -> list[int]:
-    """The same text in other tokens would need a bigger vocabulary; here only code points are cut differently."""
-    raise NotImplementedError
+def respelled(tokenizer: Loose, ids: Sequence[int], seed: int, sizes: Sequence[int] = (1, 1, 2, 3, 5, 9)) -> list[int]:
+    """The same text in other tokens: control tokens stay, the rest is cut anywhere; some letters come byte by byte."""
+    chance, found, run = random.Random(seed), list[int](), bytearray()
+    control = set(tokenizer.control.values())
+
+    def flush() -> None:
+        pieces = re.findall(rb"[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]*|[\x80-\xbf]", bytes(run))
+        run.clear()
+        while pieces:
+            size = chance.choice(sizes)
+            chunk, pieces[:size] = b"".join(pieces[:size]), []
+            bytewise = size == 1 and chance.random() < 0.5
+            found.extend(map(tokenizer.piece, [bytes([byte]) for byte in chunk] if bytewise else [chunk]))
+
+    for token in ids:
+        if token in control:
+            flush()
+            found.append(token)
+        else:
+            run.extend(tokenizer.token_bytes(token))
+    flush()
+    return found
