@@ -337,8 +337,9 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
             "store": "the checkpoint store: look-up, restore, what it costs decoding",
             "replay": "an agent trace against a server: what is computed twice",
             "trace": "make such a trace",
+            "parsers": "what parsing calls, rendering and tokenizing cost, for each family",
         },
-        ("ft bench decode", "ft bench store", "ft bench replay", "ft bench trace --out trace.jsonl --scale 0.1"),
+        ("ft bench decode", "ft bench store", "ft bench replay", "ft bench parsers --family qwen3_xml"),
     )
     parser.set_defaults(handler=run_bench)
 
@@ -350,6 +351,10 @@ def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
 
             command = bench_replay.replay if options.what == "replay" else bench_replay.trace
             return command(options.arguments)
+        case "parsers":
+            from launchers import bench_parsers
+
+            return bench_parsers.main(options.arguments)
         case "store":
             run_module("engine.bench_store", options.arguments)
         case what:

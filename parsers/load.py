@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput
@@ -17,6 +17,7 @@ from parsers.format import Effort, Format, Tolerances
 from parsers.grammar import Demand, Tokens, constraint
 from parsers.probe import Fit, Mismatch, Probe, examine
 from parsers.render import Prompt, Renderer, RenderError, Span, SpanKind
+from parsers.response_template import ResponseTemplateError, read_response_template, response_format
 from parsers.stream import StreamParser, Wire
 from parsers.template import ChatTemplate, TemplateAbsent, TemplateMissing
 from parsers.tokens import Tokenizer, TokenizerError
@@ -133,6 +134,42 @@ def load_family(directory: Path, family: str | None = None) -> Family:
         templates = _templates(directory, (named,) if named else FORMATS)
     except (TokenizerError, TemplateMissing) as error:
         raise FamilyError(str(error)) from error
+    comparison = _compare(directory, tokenizer, templates)
+    if not comparison.fits:
+        raise FamilyError(
+            f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
+            + "\n  ".join(comparison.lines())
+        )
+    fit = comparison.best
+    return Family(fit.renderer, tokenizer, fit.probe)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which formats fit a checkpoint, and why the others do not (families by reason)."""
+
+    fits: Sequence[Fit]
+    reasons: Mapping[str, Sequence[str]]
+
+    @property
+    def best(self) -> Fit:
+        """The first of those that are equal."""
+        best = max(fit.score for fit in self.fits)
+        return max((fit for fit in self.fits if fit.score == best), key=_mentioned)
+
+    def lines(self) -> list[str]:
+        return [f"{', '.join(names)}: {reason}" for reason, names in self.reasons.items()]
+
+
+def compare(directory: Path) -> Comparison:
+    """A checkpoint against all formats. Raises FamilyError where its files cannot be read."""
+    try:
+        return _compare(directory, Tokenizer.load(directory), _templates(directory, FORMATS))
+    except (TokenizerError, TemplateMissing) as error:
+        raise FamilyError(str(error)) from error
+
+
+def _compare(directory: Path, tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
     fits: list[Fit] = []
     reasons: dict[str, list[str]] = {}
     for wire_format, template in templates:
@@ -140,14 +177,13 @@ def load_family(directory: Path, family: str | None = None) -> Family:
             fits.append(examine(_with_suffix(wire_format, tokenizer), tokenizer, template))
         except Mismatch as mismatch:
             reasons.setdefault(str(mismatch), []).append(wire_format.name)
-    if not fits:
-        raise FamilyError(
-            f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
-            + "\n  ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        )
-    best = max(fit.score for fit in fits)
-    fit = max((fit for fit in fits if fit.score == best), key=_mentioned)  # the first of those that are equal
-    return Family(fit.renderer, tokenizer, fit.probe)
+    metadata = read_response_template(directory) if not fits and len(templates) > 1 else None
+    if metadata is not None:
+        try:
+            fits.append(examine(response_format(metadata, templates[0][1]), tokenizer, templates[0][1]))
+        except (Mismatch, ResponseTemplateError) as error:
+            reasons.setdefault(str(error), []).append("response_template")
+    return Comparison(fits, reasons)
 
 
 def _templates(directory: Path, formats: Sequence[Format]) -> list[tuple[Format, Encoder]]:
