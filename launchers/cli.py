@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_ctl(commands)
     add_sessions(commands)
     add_store(commands)
+    add_families(commands)
     add_engine_command(
         commands,
         "checkpoint",
@@ -321,6 +322,30 @@ def run_store(options: argparse.Namespace, _: Sequence[str]) -> int:
     store = Store(options.store, key, options.url, first_key(options.api_key_file), options.json)
     act: Callable[[Store], int] = options.act
     return act(store)
+
+
+# -- families ---------------------------------------------------------------------------------------------------------
+
+
+def add_families(commands: Commands[argparse.ArgumentParser]) -> None:
+    lines = ("ft families", "ft families --markdown", "ft families check ~/models/Qwen3-30B-A3B")
+    parser = add_command(commands, "families", "how each model family writes thinking, calls and outputs", *lines)
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.set_defaults(handler=run_families, directory=None)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    action = add_command(actions, "check", "which family a checkpoint is, and why it is no other", lines[-1])
+    action.add_argument("directory", type=Path, metavar="DIR", help="folder with tokenizer and chat template")
+
+
+def run_families(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from launchers import families_cmd  # reads every tokenizer library: too slow for other commands
+
+    if options.directory is not None:
+        return families_cmd.check(options.directory)
+    if options.markdown:
+        print(families_cmd.markdown(list(families_cmd.rows({}))), end="")
+        return 0
+    return families_cmd.show()
 
 
 # -- commands of the engine -------------------------------------------------------------------------------------------
