@@ -1,7 +1,7 @@
 # make demo   install, then a short chat and one scripted agent session, with its reuse table
 # make test   install, then lint, types, import rules and tests
 # make e2e    the real Claude Code and Codex against a local server
-# Also: lint, deep (tests too long for CI), wheel (build it and look inside), clean.
+# Also: lint, deep (tests too long for CI), wheel (build it and look inside), families (write docs/families.md), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard engine/native/*.cpp engine/native/*.h)
 CLIENTS := .e2e
 
-.PHONY: demo test e2e lint deep wheel clean
+.PHONY: demo test e2e lint deep wheel families clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -38,6 +38,9 @@ wheel: $(VENV)/python
 	rm -rf dist
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 	$(BIN)/python tests/wheel_contents.py dist/*.whl
+
+families: $(VENV)/installed-dev
+	$(BIN)/python -m tests.parsers.families_page
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist

@@ -63,7 +63,7 @@ def survives(probe: Probe) -> str:
     if not probe.header_survives:
         return "nothing: even the system turn changes"
     if not probe.turn_end_survives:
-        return "all before the first answer to the last query"
+        return "all up to the previous query"
     return "everything" if probe.prompt_end_survives else "whole turns"
 
 
