@@ -58,8 +58,8 @@ class Turns:
         others: tuple[str, ...] = (),
     ) -> Turns:
         """Headers with one common end."""
-        headers = (Pair(header, end) for header in (system, user, assistant, tools))
-        return cls(*headers, tail, stops, others=others)
+        first, second, third, fourth = (Pair(header, end) for header in (system, user, assistant, tools))
+        return cls(first, second, third, fourth, tail, stops, others=others)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What the template sees: a conversation as chat messages, in the shape that this checkpoint's template needs.
 
-Every content is marked, so that the rendering shows where it ended up (``guard``). Text beside tool outputs in one turn
-(harness reminders) is no user query: it is handed over as part of the output before it (or of the first output), so that
-no template takes it for a new query and drops thinking because of it.
+Every content is marked, so that the rendering shows where it ended up (``guard``). Text beside tool outputs in one
+turn (harness reminders) is no user query: it is handed over as part of the output before it (or of the first output),
+so that no template takes it for a new query and drops thinking because of it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, Tool
 from parsers.format import CallIds, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
 from parsers.plain_schema import plain_schema
+from parsers.prompt import TurnKind
 from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
 
-TurnKind = Literal["system", "user", "assistant", "tool_output"]
 ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunks"]
 Calls = Literal["template", "rewritten", "rewritten_bare", "content"]
 Message = dict[str, object]
@@ -228,9 +228,7 @@ class _Planning:
         first = self._count - len(calls)
         sampled = turn.sampled is not None and turn.sampled.thinking_end > 0
         natives = iter(made)
-        blocks = tuple(
-            replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks
-        )
+        blocks = tuple(replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks)
         item = Item("assistant", index, blocks, first)
         if not self._traits.one_call or len(calls) < 2:
             self.plan.add(item, self._planner._assistant(item, calls, [m.identity for m in made], sampled))

@@ -21,7 +21,10 @@ def _plain(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return {"type": "string", "description": ""}
     schema = _chosen(_followed(schema, root, depth), root, depth)
-    plain: dict[str, Any] = {"description": "", **{k: v for k, v in schema.items() if k not in ("$defs", "definitions")}}
+    plain: dict[str, Any] = {
+        "description": "",
+        **{k: v for k, v in schema.items() if k not in ("$defs", "definitions")},
+    }
     plain["type"] = _type(schema)
     properties = schema.get("properties")
     if isinstance(properties, Mapping):

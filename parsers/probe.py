@@ -8,10 +8,11 @@ they want to be handed (``Traits``): the ways are tried in order, and the first 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.encoders.message import Encoder
@@ -170,8 +171,9 @@ class _Examination:
     def _ways(self, traits: Traits) -> Iterator[Traits]:
         thinks = self._format.think is not None or self._format.frames is not None
         fields: tuple[ThinkingField, ...] = get_args(ThinkingField)[1:] if thinks else ("",)
-        for calls, arguments, field in product(get_args(Calls), ("text", "mapping"), fields):
-            yield replace(traits, calls=calls, arguments=arguments, thinking=field)
+        arguments: tuple[Literal["text", "mapping"], ...] = ("text", "mapping")
+        for calls, arguments_as, field in product(get_args(Calls), arguments, fields):
+            yield replace(traits, calls=calls, arguments=arguments_as, thinking=field)
 
     def _calls(self, traits: Traits) -> tuple[Traits, tuple[int, ...]]:
         """How calls and thinking are handed over, and how well that does. Raises Mismatch."""
@@ -185,7 +187,7 @@ class _Examination:
                 continue
             if best is None or score > best[0]:
                 best = score, way
-            if best[0][1] and way.arguments == "mapping" or way.calls != best[1].calls:
+            if (best[0][1] and way.arguments == "mapping") or way.calls != best[1].calls:
                 break
         if best is None:
             raise Mismatch(max(problems, key=lambda problem: "parse back" in problem))  # the first, else
@@ -261,7 +263,7 @@ class _Examination:
     def _odd_turns(self, traits: Traits) -> Traits:
         """What the template takes beside the usual."""
         first, loop = _conversation(0), _conversation(1)
-        if not self._renders(traits, replace(first, tools=(_TOOL, _UNUSUAL)), "unusual"):
+        if not self._renders(traits, replace(first, tools=(_TOOL, _UNUSUAL)), "unusual") or self._misreads(traits):
             traits = replace(traits, plain_schemas=True)
         *before, assistant, outputs = loop.turns
         second = ToolCall("probe0009", "unusual", _ARGUMENTS)
@@ -276,6 +278,11 @@ class _Examination:
         anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))
         return anywhere if traits.system == "first" and self._renders(anywhere, middle, system=3) else traits
+
+    def _misreads(self, traits: Traits) -> bool:
+        """Is a list of types printed as Python has it? Then the template takes it for one type."""
+        text = self._renderer(traits).text(replace(_conversation(0), tools=(_UNUSUAL,)))
+        return bool(re.search(r"\['(integer|array)'", text, re.IGNORECASE))
 
     def _renders(self, traits: Traits, conversation: Conversation, name: str = "", system: int = -1) -> bool:
         """Is it rendered, with this name in it, and with a place of its own for this system turn?"""

@@ -19,10 +19,9 @@ from parsers.format import Effort
 from parsers.guard import visible
 from parsers.tokens import Tokenizer
 
-SpanKind = Literal[
-    *("system", "user", "assistant", "tool_output"),
-    *("tools", "assistant_header", "thinking", "text", "tool_call", "generation_prompt"),
-]
+TurnKind = Literal["system", "user", "assistant", "tool_output"]
+PartKind = Literal["tools", "assistant_header", "thinking", "text", "tool_call", "generation_prompt"]
+SpanKind = TurnKind | PartKind
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,9 @@ class Edges:
         self._sizes = sorted({len(name) for name in control})
 
     def clean(self, text: str, offset: int) -> bool:
-        return bool(self._next.match(text, offset)) or any(text[offset - n : offset] in self._control for n in self._sizes)
+        return bool(self._next.match(text, offset)) or any(
+            text[offset - n : offset] in self._control for n in self._sizes
+        )
 
 
 class Writer:

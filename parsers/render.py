@@ -13,22 +13,21 @@ each of them holds. Each turn is written from the template's text, with two exce
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from parsers.conversation import Conversation, Sampled, Thinking, ToolCall, Turn
+from parsers.conversation import Conversation, Sampled, Thinking, ToolCall
 from parsers.encoders.message import Encoder
 from parsers.format import Effort, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, visible
-from parsers.messages import Item, Plan, Planner, RenderError, Traits, TurnKind
-from parsers.prompt import Edges, Prompt, Span, SpanKind, Writer
+from parsers.messages import Item, Plan, Planner, RenderError, Traits
+from parsers.prompt import Edges, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.template import TemplateRefusal
 from parsers.tokens import Tokenizer
-from parsers.turns import Block, Finder, Part, Parts
+from parsers.turns import Block, Finder, Parts, common
 from parsers.write import ThinkingState, assistant_text
 
 __all__ = ["Prompt", "RenderError", "Renderer", "Span", "SpanKind", "Traits"]
@@ -134,10 +133,10 @@ class Renderer:
         body = text[: self._finder.end(text)[0]]
         parts = self._parts.of(body, thinking_open)
 
-        def token(offset: int) -> int:
+        def position(offset: int) -> int:
             return bisect_right(starts, len(visible(body[:offset]).encode())) - 1
 
-        return tuple((token(part.start), token(part.end), part.kind) for part in parts)
+        return tuple((position(part.start), position(part.end), part.kind) for part in parts)
 
 
 class _Rendering:
@@ -207,7 +206,11 @@ class _Rendering:
             own = not first or not self._renderer.blank(block.text)
             self._piece(block.text, Item("system", -1) if own else None)
             return
-        cuts = [0, *(self._cut(block.text, one.end(), other.start()) for one, other in pairwise(marks)), len(block.text)]
+        cuts = [
+            0,
+            *(self._cut(block.text, one.end(), other.start()) for one, other in pairwise(marks)),
+            len(block.text),
+        ]
         for number, (mark, (begin, end)) in enumerate(zip(marks, pairwise(cuts), strict=True)):
             kind = _KINDS[mark[1]]
             self._refused(between=number > 0)
@@ -268,11 +271,13 @@ class _Rendering:
 
     def _written(self, item: Item, body: str) -> str:
         """The turn's text: the template's, or the format's in its place."""
-        if self._traits.calls in ("template", "content") or not any(isinstance(block, ToolCall) for block in item.blocks):
+        if self._traits.calls in ("template", "content") or not any(
+            isinstance(block, ToolCall) for block in item.blocks
+        ):
             return body
         kept = THOUGHT in body
         blocks = [block for block in item.blocks if kept or not isinstance(block, Thinking)]
-        stub = "" if kept else os.path.commonprefix([self._traits.stub, body])
+        stub = "" if kept else common(self._traits.stub, body)
         state: ThinkingState = "unopened" if kept else "closed"
         return stub + assistant_text(self._format, self._renderer.guard, blocks, state, item.first_call)
 
@@ -304,7 +309,7 @@ class _Rendering:
         writer.cut()
         opened = writer.place()
         if dropped:
-            writer.text(os.path.commonprefix([self._traits.stub, body]) + sampled.thinking_rest)
+            writer.text(common(self._traits.stub, body) + sampled.thinking_rest)
         elif end:
             writer.text(self._opener(header, sampled))
         else:
@@ -344,11 +349,11 @@ class _Rendering:
 def _structure(wire_format: Format) -> Iterator[str]:
     """Everything that is looked for in rendered text; untrusted text must not have it."""
     turns, call = wire_format.turns, wire_format.call
-    pairs = [turns.system, turns.user, turns.assistant, turns.tools, wire_format.think, wire_format.answer]
-    pairs += [call, call.section, wire_format.result]
-    for pair in pairs:
-        if pair is not None:
-            yield from (text.strip() for text in (*re.split(r"\{+\w+\}*", pair.open), pair.close))
+    pairs = [(pair.open, pair.close) for pair in (turns.system, turns.user, turns.assistant, turns.tools)]
+    pairs += [(call.open, call.close), (wire_format.result.open, wire_format.result.close)]
+    pairs += [(pair.open, pair.close) for pair in (wire_format.think, wire_format.answer, call.section) if pair]
+    for opener, closer in pairs:
+        yield from (text.strip() for text in (*re.split(r"\{+\w+\}*", opener), closer))
     yield from (text.strip() for text in (*turns.headless, *turns.others, *wire_format.ends))
     if wire_format.frames:
         yield from (wire_format.frames.start, wire_format.frames.message, *wire_format.frames.ends)

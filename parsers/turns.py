@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from parsers.alternatives import alternatives
-from parsers.format import Format
+from parsers.format import Format, Frames
 from parsers.guard import visible
 
 
@@ -100,7 +101,7 @@ class Parts:
     def of(self, text: str, thinking_open: bool) -> list[Part]:
         """``thinking_open``: the opener of the thinking stands before ``text``. Ends of turn are no part."""
         if self._format.frames:
-            return list(self._frames(text))
+            return list(_messages(self._format.frames, text))
         begin = self._thinking(text, thinking_open)
         parts = [Part(0, begin, "thinking")] if begin else []
         return parts + list(self._rest(text, begin, len(text)))
@@ -129,13 +130,17 @@ class Parts:
             begin = close + len(self._close) if close >= 0 else end
             yield Part(start, begin, "tool_call")
 
-    def _frames(self, text: str) -> Iterator[Part]:
-        frames = self._format.frames
-        assert frames is not None
-        cuts = [0, *(match.start() for match in re.finditer(re.escape(frames.start), text)), len(text)]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
-            header, found, _ = text[begin:end].removeprefix(frames.start).partition(frames.message)
-            if found:
-                kinds = (route.kind for route in frames.routes if re.search(route.pattern, header, re.DOTALL))
-                kind = next(kinds, "text")
-                yield Part(begin, end, "tool_call" if kind == "call" else kind)
+
+def common(one: str, other: str) -> str:
+    """What both texts begin with."""
+    size = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:size]
+
+
+def _messages(frames: Frames, text: str) -> Iterator[Part]:
+    cuts = [0, *(match.start() for match in re.finditer(re.escape(frames.start), text)), len(text)]
+    for begin, end in pairwise(cuts):
+        header, found, _ = text[begin:end].removeprefix(frames.start).partition(frames.message)
+        if found:
+            kinds = [route.kind for route in frames.routes if re.search(route.pattern, header, re.DOTALL)] or ["text"]
+            yield Part(begin, end, "tool_call" if kinds[0] == "call" else kinds[0])
