@@ -75,7 +75,10 @@ def constraint(
     if demand.calls == "required" and not chosen:
         raise GrammarError("tool_choice demands a call, but there are no tools")
     kind = _Channels if wire_format.frames else _Tags
-    text = kind(wire_format, tokens, chosen, demand).text(opener, thinking)
+    try:
+        text = kind(wire_format, tokens, chosen, demand).text(opener, thinking)
+    except RecursionError as error:
+        raise GrammarError("a schema is nested too deeply") from error
     if len(text) > MAX_TEXT:
         raise GrammarError(f"the tools' schemas take up {len(text)} characters as a grammar; at most {MAX_TEXT}")
     return text
@@ -117,9 +120,10 @@ class _Turn:
             case JsonCall() as codec:
                 body = self._json_call(codec, tool, values)
             case PythonCalls():
-                body = sequence((plain(tool.name), '"("', values.arguments(call.codec), '")"'))
+                body = sequence((plain(tool.name), '"("', self._arguments(values, tool), '")"'))
             case codec:
-                body = sequence((self._header(tool.name), values.arguments(codec), self.tail()))
+                arguments = self._arguments(values, tool, apart=call.header[-1:].isspace())
+                body = sequence((self._header(tool.name), arguments, self.tail()))
         inner = self.rules.layout(call.inner)
         closer = self.literal(call.close)
         return self.rules.rule(sequence((opener, inner if call.open else "", body, inner if closer else "", closer)))
@@ -140,23 +144,27 @@ class _Turn:
             except GrammarError as error:
                 raise GrammarError(f"the grammar of the tool {tool.name!r:.80}: {error}") from error
             schema = {**schema, "properties": {"input": {"type": "string", "pattern": f"^(?:{pattern})$"}}}
-        exact = tool.strict or tool.grammar is not None
+        return Values(self.rules, schema, exact=tool.strict or tool.grammar is not None, never=self._enders())
+
+    def _arguments(self, values: Values, tool: Tool, apart: bool = False) -> str:
         try:
-            return Values(self.rules, schema, exact=exact, never=self._enders())
-        except (GrammarError, ValueError, RecursionError) as error:
+            return values.arguments(self.call.codec, apart)
+        except GrammarError as error:
             raise GrammarError(f"the tool {tool.name!r:.80}: {error}") from error
 
     def _enders(self) -> list[str]:
-        """Text that would end a raw value before its closer, as far as it is no control token."""
+        """Text that would end a raw value before its closer: delimiters in ordinary characters, where a line begins or
+        where another follows."""
         if not isinstance(self.call.codec, Tagged):
             return []
         codec, section = self.call.codec, self.call.section
         found = [codec.open.removesuffix('"'), self.call.tail.strip(), self.call.open, self.call.close]
         found += [section.open, section.close] if section else []
-        texts = [escaped(text) for text in found if text and len(self.rules.pieces(text)) == 1]
+        texts = "|".join(escaped(text) for text in found if text and len(self.rules.pieces(text)) == 1)
         if not texts:
             return []
-        return [f"(?:{ANY}\\n)?(?:{'|'.join(texts)}){ANY}" if codec.between else f"{ANY}(?:{'|'.join(texts)}){ANY}"]
+        begun = f"(?:{ANY}\n)?" if codec.between else ANY
+        return [f"(?:{begun}(?:{texts})|{ANY}(?:{texts})[ \\t\\r\\n]*(?:{texts})){ANY}"]
 
     def _json_call(self, codec: JsonCall, tool: Tool, values: Values) -> str:
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -165,7 +173,7 @@ class _Turn:
         if codec.id_key:
             spelled = self.rules.terminal(regex(f', "{codec.id_key}": "{_HOLES["id"]}"'))
             call_id = f"({spelled})?"
-        return sequence((plain(lead), values.arguments(codec), call_id, '"}"'))
+        return sequence((plain(lead), self._arguments(values, tool), call_id, '"}"'))
 
     def _header(self, name: str) -> str:
         parts = _HOLE.split(self.call.header)
@@ -208,11 +216,8 @@ class _Turn:
     def answer(self) -> str:
         """The text that the client's schema describes."""
         self.rules.note("the answer's schema")
-        try:
-            values = Values(self.rules, self.demand.answer or {}, exact=self.demand.answer_exact)
-            return values.json(values.root)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"the answer's schema: {error}") from error
+        values = Values(self.rules, self.demand.answer or {}, exact=self.demand.answer_exact)
+        return values.json(values.root)
 
 
 class _Tags(_Turn):

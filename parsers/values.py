@@ -30,6 +30,13 @@ _KNOWN: dict[str, frozenset[str]] = {
     "array": frozenset(("items", "minItems", "maxItems")),
     "": frozenset(),
 }
+_FORMS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("properties",), Mapping),
+    **dict.fromkeys(("required", "anyOf", "oneOf", "allOf", "enum"), (list, tuple)),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), int),
+    **dict.fromkeys(("pattern", "format"), str),
+}
+"""What the value of a keyword is."""
 _DEPTH = 64
 _MEMBERS = 512
 _KEY = r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}"
@@ -64,11 +71,11 @@ class Values:
         self._named: dict[tuple[int, str], str] = {}
         self._keep: list[object] = []
 
-    def arguments(self, codec: Codec) -> str:
-        """The arguments as ``codec`` spells them."""
+    def arguments(self, codec: Codec, apart: bool = False) -> str:
+        """The arguments as ``codec`` spells them. ``apart``: there is layout before them already."""
         match codec:
             case Tagged():
-                return self._tagged(codec)
+                return self._tagged(codec, apart)
             case Literals():
                 return self._literal_object(codec, self.root, 0)
             case Elements():
@@ -138,6 +145,9 @@ class Values:
             rest = {key: value for key, value in schema.items() if key != "$ref"}
             return self._alternatives({**self._target(target), **rest}, depth + 1)
         own = {key: value for key, value in schema.items() if key not in _NOTES}
+        for key, form in _FORMS.items():
+            if key in own and not isinstance(own[key], form):
+                raise GrammarError(f"the schema's {key} is malformed")
         options = own.get("anyOf", own.get("oneOf", own.get("allOf")))
         if isinstance(options, list | tuple):
             if "allOf" in own and len(options) != 1:
@@ -184,12 +194,12 @@ class Values:
             self._refuse("anyOf")
         known = objects[0]
         self._check({**known, "type": "object"})
-        properties, required = known.get("properties") or {}, known.get("required") or ()
+        properties, required = known.get("properties", {}), known.get("required", ())
         more = known.get("additionalProperties", "properties" not in known)
         if isinstance(more, Mapping) and more.keys() - _NOTES:
             self._refuse("additionalProperties")
         found = [_Member(key, value, key in required) for key, value in properties.items()]
-        found += [_Member(key, {}, True) for key in dict.fromkeys(required) if key not in properties]
+        found += [_Member(key, {}, True) for key in required if isinstance(key, str) and key not in properties]
         if len(found) > _MEMBERS:
             raise GrammarError(f"the schema has more than {_MEMBERS} properties in one object")
         return found, more is not False
@@ -218,10 +228,10 @@ class Values:
 
     # ── parameters as elements ────────────────────────────────────────────────────────────────────────────────────
 
-    def _tagged(self, codec: Tagged) -> str:
+    def _tagged(self, codec: Tagged, apart: bool) -> str:
         members, more = self._members(self.root)
         between = self._rules.layout(codec.between)
-        parts = [between]
+        parts = ["" if apart else between]
         for member in members:
             one = sequence((self._parameter(codec, member), between))
             parts.append(one if member.required else f"({one})?")

@@ -24,6 +24,7 @@ from engine.api import (
     Tokens,
     Watch,
 )  # fmt: skip
+from engine.grammar import Grammars
 from engine.loading import load_engine
 from engine.memory.memory import Memory
 from engine.sampling import Logits
@@ -53,13 +54,16 @@ class Outcome:
 class Bench:
     """A scheduler with everything it said."""
 
-    def __init__(self, directory: Path, store: Any = None, store_settings: Any = None, **config: Any) -> None:
+    def __init__(
+        self, directory: Path, store: Any = None, store_settings: Any = None, vocabulary: Any = None, **config: Any
+    ) -> None:
         defaults: dict[str, Any] = {"kv_bytes": 32 << 20, "checkpoint_bytes": 8 << 20, "threads": 1}
         self.config = EngineConfig(model=str(directory), store=store_settings, **{**defaults, **config})
         self.outcomes: dict[str, Outcome] = {}
         engine = load_engine(self.config, lambda *_: None, store if callable(store) else lambda *_: store)
         self.now = 0.0
-        self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now)
+        grammars = vocabulary and Grammars(vocabulary, engine.info.vocab_size)
+        self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now, grammars)
         self._number = 0
 
     @property

@@ -243,7 +243,7 @@ async def test_codex(family: Family) -> None:
     assert (main.side, side.side, after.side, compaction.side) == (False, True, False, False)
     assert main.session == after.session == compaction.session
     prompt = family.tokenizer.decode(main.tokens)
-    for mark in ("exec_command", "begin_patch hunk+", "multi_agent_v1__spawn_agent", "<skills>"):
+    for mark in ("exec_command", "*** Begin Patch", "multi_agent_v1__spawn_agent", "<skills>"):
         assert mark in prompt
     assert after.tokens[: len(main.tokens)] == main.tokens
     tools_end = prompt.index("</tools>")
