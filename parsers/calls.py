@@ -63,7 +63,9 @@ class Calls:
             self._tail,
         )
         self._reader = reader_for(call.codec, self._fence, wire)
-        self._header = Header(call, self._fence, wire) if call.header else None
+        around = [pair for pair in (wire_format.think, wire_format.answer) if pair]
+        others = [one for pair in around for one in map(wire.code, (pair.open, pair.close)) if certain(one)]
+        self._header = Header(call, self._fence, tuple(others), wire) if call.header else None
         self._json = isinstance(call.codec, Json)
         self._listed = not call.open and call.section is not None
         self._framed = frames is not None and not call.open
@@ -83,8 +85,6 @@ class Calls:
             self.openers = {text: one for text, one in self.openers.items() if set(text) & wire.special}
         self.closers = self._fence.closes if self.openers and not frames else ()
         """Closers, which may be out of place."""
-        around = [pair for pair in (wire_format.think, wire_format.answer) if pair]
-        others = [one for pair in around for one in map(wire.code, (pair.open, pair.close)) if certain(one)]
         hard = (*self._close, *self._section_close, *section_open[:1], *self._fence.ends, *others)
         self._own = frozenset((*self._close, *self._section_close, *section_open[:1]))
         """Delimiters of a section that do not end it, or only it."""

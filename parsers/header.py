@@ -6,8 +6,8 @@ import html
 import re
 
 from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed
-from parsers.format import Codec, Elements, Json, Literals, Tagged
 from parsers.format import Call as CallFormat
+from parsers.format import Codec, Elements, Json, Literals, Tagged
 from parsers.source import Source, Step, Stops, certain
 from parsers.wire import Wire
 
@@ -22,17 +22,17 @@ class Header:
     """Reads what stands between a call's opener and its arguments.
 
     Accepted and counted: quotes and space around the name, plain text of the pattern left out, and a header that the
-    first parameter or the call's closer ends.
+    first parameter or the call's closer ends. ``others`` are further delimiters that no header contains.
     """
 
-    def __init__(self, call: CallFormat, fence: Fence, wire: Wire) -> None:
+    def __init__(self, call: CallFormat, fence: Fence, others: tuple[str, ...], wire: Wire) -> None:
         parts = _HOLE.split(wire.code(call.header))
         self.head = parts[0].strip()
         """How a header begins, where it is distinctive."""
         end = parts[-1].strip()
         self._escapes = isinstance(call.codec, Tagged) and call.codec.escapes
         self._starts = tuple(wire.code(start) for start in _starts(call.codec))
-        self._hard = (*fence.opens, *fence.closes, *fence.ends)
+        self._hard = (*fence.opens, *fence.closes, *fence.ends, *others)
         self._ends = tuple(dict.fromkeys(one for one in (end, end.lstrip("\"'")) if one))
         ends = self._ends or ("\n",)
         self._closers = (fence.tail, *fence.closes)

@@ -287,7 +287,7 @@ def test_quoted_names_and_unknown_control_tokens(qwen: Family) -> None:
     parsed = say(qwen, 'a<|fim_prefix|>b<|im_start|>c<tool_call>\n<function="g">\n</function>\n</tool_call>')
     assert parsed.calls == [("call", "g", "{}", "complete")]
     assert parsed.text == "a<|fim_prefix|>bc"
-    assert parsed.tolerated == ["stray_control_token", "spaced_name"]
+    assert parsed.tolerated == ["stray_control_token", "header_spelling"]
 
 
 def test_text_around_calls_keeps_its_order(hermes: Family) -> None:
