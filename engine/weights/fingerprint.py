@@ -18,6 +18,7 @@ _SAMPLE = 1 << 20
 _SAMPLES = 16
 _NOT_CONTENT = {"_name_or_path", "transformers_version"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_OTHER_TOKENIZER_FILES = ("tekken.json", "tiktoken.model")
 
 
 def fingerprint(
@@ -36,6 +37,9 @@ def fingerprint(
     for name in _TOKENIZER_FILES:
         path = directory / name
         add(name, hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"")
+    for path in (directory / name for name in _OTHER_TOKENIZER_FILES):
+        if path.is_file():
+            add(path.name, hashlib.sha256(path.read_bytes()).digest())
     for path in shards.files:
         add("header", shards.headers[path])
         add("weights", _sample(path))

@@ -300,15 +300,16 @@ def test_the_fingerprint_follows_content_only(tiny: Callable[..., Path], copy: C
     assert load(directory) == original
     edit_config(directory, rms_norm_eps=1e-5)
     changed.add(load(directory))
-    (directory / "tokenizer.json").write_text("{}")
-    changed.add(load(directory))
+    for name in ("tokenizer.json", "tekken.json", "tiktoken.model"):
+        (directory / name).write_text("{}")
+        changed.add(load(directory))
 
     def nudge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.language_model.layers.1.mlp.experts.down_proj"][3, 5, 7] += 0.01
 
     edit_tensors(directory, nudge)
     changed.add(load(directory))
-    assert len(changed) == 4
+    assert len(changed) == 6
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])

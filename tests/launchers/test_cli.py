@@ -35,6 +35,8 @@ COMMANDS = [
     *(["sessions", action] for action in ("list", "show", "export", "import", "pin", "unpin", "forget")),
     ["store"],
     *(["store", action] for action in ("stat", "verify", "rebuild", "gc", "forget")),
+    ["families"],
+    ["families", "check"],
     ["checkpoint"],
     ["bench"],
 ]
