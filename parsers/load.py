@@ -135,13 +135,19 @@ def load_family(directory: Path, family: str | None = None) -> Family:
     except (TokenizerError, TemplateMissing) as error:
         raise FamilyError(str(error)) from error
     comparison = _compare(directory, tokenizer, templates)
-    if not comparison.fits:
+    try:
+        return Family(comparison.best.renderer, tokenizer, comparison.best.probe)
+    except Mismatch as mismatch:
         raise FamilyError(
             f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
-            + "\n  ".join(comparison.lines())
-        )
-    fit = comparison.best
-    return Family(fit.renderer, tokenizer, fit.probe)
+            f"{mismatch}"
+        ) from mismatch
+
+
+def choose(tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Family:
+    """The family whose format fits its template best. Raises Mismatch."""
+    best = _comparison(tokenizer, templates).best
+    return Family(best.renderer, tokenizer, best.probe)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,9 @@ class Comparison:
 
     @property
     def best(self) -> Fit:
-        """The first of those that are equal."""
+        """The first of those that are equal. Raises Mismatch."""
+        if not self.fits:
+            raise Mismatch("\n  ".join(self.lines()))
         best = max(fit.score for fit in self.fits)
         return max((fit for fit in self.fits if fit.score == best), key=_mentioned)
 
@@ -170,6 +178,19 @@ def compare(directory: Path) -> Comparison:
 
 
 def _compare(directory: Path, tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
+    """Where no format fits, the tokenizer's own metadata may give one."""
+    known = _comparison(tokenizer, templates)
+    metadata = read_response_template(directory) if not known.fits and len(templates) > 1 else None
+    if metadata is None:
+        return known
+    template = templates[0][1]
+    try:
+        return Comparison([examine(response_format(metadata, template), tokenizer, template)], known.reasons)
+    except (Mismatch, ResponseTemplateError) as error:
+        return Comparison([], {**known.reasons, str(error): ["response_template"]})
+
+
+def _comparison(tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
     fits: list[Fit] = []
     reasons: dict[str, list[str]] = {}
     for wire_format, template in templates:
@@ -177,12 +198,6 @@ def _compare(directory: Path, tokenizer: Tokenizer, templates: Sequence[tuple[Fo
             fits.append(examine(_with_suffix(wire_format, tokenizer), tokenizer, template))
         except Mismatch as mismatch:
             reasons.setdefault(str(mismatch), []).append(wire_format.name)
-    metadata = read_response_template(directory) if not fits and len(templates) > 1 else None
-    if metadata is not None:
-        try:
-            fits.append(examine(response_format(metadata, templates[0][1]), tokenizer, templates[0][1]))
-        except (Mismatch, ResponseTemplateError) as error:
-            reasons.setdefault(str(error), []).append("response_template")
     return Comparison(fits, reasons)
 
 
