@@ -363,6 +363,7 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
             "replay": "an agent trace against a server: what is computed twice",
             "trace": "make such a trace",
             "parsers": "what parsing calls, rendering and tokenizing cost, for each family",
+            "grammar": "what constrained decoding costs, for each family",
         },
         ("ft bench decode", "ft bench store", "ft bench replay", "ft bench parsers --family qwen3_xml"),
     )
@@ -380,6 +381,10 @@ def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
             from launchers import bench_parsers
 
             return bench_parsers.main(options.arguments)
+        case "grammar":
+            from launchers import bench_grammar
+
+            return bench_grammar.main(options.arguments)
         case "store":
             run_module("engine.bench_store", options.arguments)
         case what:

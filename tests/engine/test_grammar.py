@@ -1,4 +1,4 @@
-"""Constrained decoding: what is drawn follows the grammar, and nothing else about a request or its neighbours changes."""
+"""Constrained decoding: what is drawn follows the grammar, and nothing else of a request or its neighbours changes."""
 
 from __future__ import annotations
 
