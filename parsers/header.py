@@ -14,6 +14,7 @@ from parsers.wire import Wire
 _HOLE = re.compile(r"\{(name|n|n1|id)\}")
 _HOLES = {"name": r"(?P<name>.*?)", "n": r"\d*", "n1": r"\d*", "id": r"[^\s]*?"}
 _NAME = re.compile("[^\\s\ud800-\udfff\"'<>{}]+")
+_NO_NAME = re.compile(r"[\n()\[\]{}<>]")
 _EDGES = " \t\r\n\"'"
 _LIMIT = 2 * NAME_LIMIT
 
@@ -59,7 +60,7 @@ class Header:
             match = self._loose.fullmatch(text)
             call.tolerate("header_spelling")
         name = match["name"].strip(_EDGES) if match else ""
-        if not name or len(name) > NAME_LIMIT or "\n" in name or certain(name):
+        if not name or len(name) > NAME_LIMIT or _NO_NAME.search(name) or certain(name):
             raise Malformed
         return html.unescape(name) if self._escapes else name
 
@@ -86,7 +87,9 @@ def _starts(codec: Codec) -> tuple[str, ...]:
             return (codec.open.removesuffix('"'), codec.whole.open if codec.whole else "")
         case Elements():
             return (f"{codec.prefix}<",)
-        case Json() | Literals():
+        case Json():
             return ("{",)
+        case Literals():
+            return ("{", "(")
         case _:
             return ()
