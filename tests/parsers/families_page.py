@@ -14,7 +14,7 @@ from parsers.encoders.message import Encoder
 from parsers.encoders.registry import ENCODERS
 from parsers.families.registry import FORMATS
 from parsers.format import Format
-from parsers.probe import Probe, examine
+from parsers.probe import Mismatch, Probe, examine
 from parsers.template import ChatTemplate
 from tests.parsers.wire_support import machine
 
@@ -45,7 +45,10 @@ def probes() -> Iterator[tuple[str, Probe]]:
         encoder = _encoder(known)
         if encoder is not None:
             found = machine(known.name)
-            yield known.name, examine(found.format, found.tokenizer, encoder).probe
+            try:
+                yield known.name, examine(found.format, found.tokenizer, encoder).probe
+            except Mismatch as mismatch:
+                raise Mismatch(f"{known.name}: {mismatch}") from mismatch
 
 
 def _encoder(known: Format) -> Encoder | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -21,7 +22,7 @@ from parsers import seams
 from parsers.alternatives import alternatives
 from parsers.ranks import byte_level
 from parsers.tokens import Tokenizer, TokenizerError
-from parsers.vocabulary import read_description
+from parsers.vocabulary import _KIMI_SPLIT, read_description
 from tests.parsers import vocabularies
 
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -83,18 +84,23 @@ TEXTS = st.lists(
 
 @cache
 def real(name: str) -> tuple[Tokenizer, Encode]:
-    """A real vocabulary, and what its own tokenizer makes of plain text."""
+    """A real vocabulary, and what its own tokenizer makes of plain text. "kimi": other ranks, but Kimi's files."""
     if name == "o200k":
-        return Tokenizer(vocabularies.o200k_description()), lambda text: vocabularies.harmony().encode(
-            text, disallowed_special=()
-        )
-    reference = Tekkenizer.from_file(vocabularies.tekken_file())
+        harmony = vocabularies.harmony()
+        return Tokenizer(vocabularies.o200k_description()), lambda text: harmony.encode(text, disallowed_special=())
     with TemporaryDirectory() as scratch:
-        tokenizer = Tokenizer.load(vocabularies.tekken_directory(Path(scratch) / "tekken"))
+        if name == "kimi":
+            ranks = vocabularies.tekken_ranks(20_000)
+            encoding = tiktoken.Encoding(name, pat_str=_KIMI_SPLIT, mergeable_ranks=ranks, special_tokens={})
+            return Tokenizer.load(
+                vocabularies.kimi_directory(Path(scratch) / name, ranks, {})
+            ), encoding.encode_ordinary
+        reference = Tekkenizer.from_file(vocabularies.tekken_file())
+        tokenizer = Tokenizer.load(vocabularies.tekken_directory(Path(scratch) / name))
     return tokenizer, lambda text: reference.encode(text, bos=False, eos=False)
 
 
-@pytest.mark.parametrize("name", ["tekken", "o200k"])
+@pytest.mark.parametrize("name", ["tekken", "o200k", "kimi"])
 @relaxed
 @given(text=TEXTS)
 def test_ids_are_those_of_the_reference(name: str, text: str) -> None:
@@ -105,7 +111,7 @@ def test_ids_are_those_of_the_reference(name: str, text: str) -> None:
     assert not set(ids) & set(tokenizer.control.values())
 
 
-@pytest.mark.parametrize("name", ["tekken", "o200k"])
+@pytest.mark.parametrize("name", ["tekken", "o200k", "kimi"])
 @relaxed
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6), chunk=st.integers(1, 40))
 def test_a_growing_text_has_the_tokens_of_a_new_one(

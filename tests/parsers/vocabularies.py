@@ -34,6 +34,11 @@ def tekken_directory(directory: Path) -> Path:
     return directory
 
 
+def tekken_ranks(count: int) -> dict[bytes, int]:
+    entries = json.loads(tekken_file().read_text(encoding="utf-8"))["vocab"][:count]
+    return {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries}
+
+
 @cache
 def harmony() -> HarmonyEncoding:
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
