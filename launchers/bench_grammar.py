@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,11 @@ def measure(words: Sequence[bytes], formats: Sequence[Format], given: Sequence[T
         marks = dict.fromkeys(mark for text in wire_format.generated() for mark in _TAG.findall(text))
         control = {mark: number for number, mark in enumerate(marks)}
         tokens = [*(mark.encode() for mark in marks), *words[len(marks) :]]
-        grammars = Grammars(lambda tokens=tokens, control=control: _vocabulary(tokens, control), len(tokens))
+        grammars = Grammars(partial(_vocabulary, tokens, control), len(tokens))
         _timed(_guide(grammars, "start: /a/"))
         for calls in ("required", "auto"):
             began = time.perf_counter()
-            text = constraint(wire_format, Tokens(control, ()), "", False, given, Demand(calls))  # type: ignore[arg-type]
+            text = constraint(wire_format, Tokens(control, ()), "", False, given, Demand(calls))
             wrote = time.perf_counter() - began
             began = time.perf_counter()
             guide = _guide(grammars, text or "")

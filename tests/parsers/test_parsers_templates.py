@@ -1,0 +1,332 @@
+"""Every family with a template: templates of ours with the habits of the real ones, over small vocabularies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.encoders.registry import ENCODERS
+from parsers.families.registry import FORMATS
+from parsers.guard import visible
+from parsers.load import Family, Prompt, RenderError, choose
+from parsers.template import ChatTemplate
+from parsers.write import assistant_text
+from tests.parsers.parser_support import PLAIN_CHATML, TEMPLATES, parse
+from tests.parsers.wire_support import machine
+
+OURS = Path(__file__).parent / "templates"
+WRITTEN = (*sorted(path.stem for path in OURS.glob("*.jinja")), "hermes", "qwen3_xml", "chatml")
+NAMES = (*WRITTEN, *ENCODERS)
+SPOILED = ("rewritten", "rewritten_bare")
+every = pytest.mark.parametrize("name", NAMES)
+
+TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}})
+OTHER = Tool("wait", "Waits.", {"type": "object", "properties": {}})
+CALL = ToolCall("call_1", "look", '{"at": "the sky", "n": 3}')
+FIRST = Conversation((Turn("system", (Text("Be good."),)), Turn("user", (Text("Question one."),))), (TOOL, OTHER))
+TURN = Turn("assistant", (Thinking("Hm hm."), Text("I look."), CALL))
+
+
+@cache
+def family(name: str) -> Family:
+    tokenizer = machine(name).tokenizer
+    if name in ENCODERS:
+        return choose(tokenizer, [(one, ENCODERS[name]) for one in FORMATS if one.encoder == name])
+    path = next((p for p in (OURS / f"{name}.jinja", TEMPLATES / f"{name}.jinja") if p.is_file()), None)
+    template = ChatTemplate(path.read_text(encoding="utf-8") if path else PLAIN_CHATML, {}, datetime(2001, 2, 3))
+    return choose(tokenizer, [(one, template) for one in FORMATS])
+
+
+def with_turns(*turns: Turn) -> Conversation:
+    return replace(FIRST, turns=FIRST.turns + turns)
+
+
+def output(call_id: str, text: str) -> Turn:
+    return Turn("tool", (ToolOutput(call_id, text),))
+
+
+def user(text: str) -> Turn:
+    return Turn("user", (Text(text),))
+
+
+def shown(one: Family, prompt: Prompt, kind: str, turn: int | None = None) -> list[str]:
+    spans = [span for span in prompt.spans if span.kind == kind and turn in (None, span.turn)]
+    return [one.tokenizer.decode(prompt.ids[span.start : span.end]) for span in spans]
+
+
+def answered(one: Family, prompt: Prompt, blocks: tuple[Block, ...]) -> Turn:
+    """The turn as a perfect model samples it."""
+    ids = one.encode_output(prompt, blocks)
+    ends = [b for b in parse(one, ids, (TOOL, OTHER), thinking_open=prompt.thinking_open).boundaries]
+    found = [boundary for boundary in ends if boundary.kind == "thinking_end"]
+    end = found[0].token + (not found[0].exact) if found else 0
+    return Turn("assistant", blocks, Sampled(ids, end, found[0].rest if found else ""))
+
+
+@every
+def test_the_family_is_recognised(name: str) -> None:
+    assert family(name).name == name
+
+
+@every
+def test_what_is_rendered_is_what_the_template_writes(name: str) -> None:
+    one = family(name)
+    blocks = (Thinking("Hm hm."), Text("Done."))
+    turns = (TURN, output("call_1", "Blue."), Turn("assistant", blocks), user("Question two."))
+    for conversation in (FIRST, with_turns(turns[2], turns[3]), with_turns(*turns)):
+        text = visible(one._renderer.text(conversation))
+        rendered = one.tokenizer.decode(one.render(conversation).ids)
+        if one._renderer.traits.calls not in SPOILED or conversation.turns[2:3] != (TURN,):
+            assert rendered == text
+
+
+@every
+def test_spans_are_where_their_contents_are(name: str) -> None:
+    one = family(name)
+    second = replace(CALL, id="call_2")
+    turns = (TURN, output("call_1", "Blue."), Turn("assistant", (second,)), output("call_2", "Green."))
+    prompt = one.render(with_turns(*turns, Turn("assistant", (Text("Done."),)), user("Question two.")))
+    wanted = [("system", 0, "Be good."), ("user", 1, "Question one."), ("assistant", 2, "the sky")]
+    wanted += [("tool_output", 3, "Blue."), ("assistant", 4, "the sky"), ("tool_output", 5, "Green.")]
+    wanted += [("assistant", 6, "Done."), ("user", 7, "Question two.")]
+    whole = [span for span in prompt.spans if span.kind in ("system", "user", "assistant", "tool_output")]
+    assert [(span.kind, span.turn) for span in whole if span.turn >= 0] == [pair[:2] for pair in wanted]
+    for kind, turn, text in wanted:
+        (found,) = shown(one, prompt, kind, turn)
+        assert text in found
+        assert not any(other in found for _, number, other in wanted if number != turn and other != text)
+    outer = [*whole, prompt.spans[-1]] if prompt.spans[-1].kind == "generation_prompt" else whole
+    assert outer[-1].kind == "generation_prompt" and outer[-1].end == len(prompt.ids)
+    for before, after in pairwise(outer):
+        assert before.end == after.start
+    assert not one.tokenizer.decode(prompt.ids[: outer[0].start]).strip() or one.name in ("glm45", "glm47", "glm53")
+    inner = [span for span in prompt.spans if span.kind in ("assistant_header", "thinking", "text", "tool_call")]
+    for span in inner:
+        assert any(o.start <= span.start <= span.end <= o.end and o.turn == span.turn for o in whole)
+    calls = [text for turn in (2, 4) for text in shown(one, prompt, "tool_call", turn)]
+    assert len(calls) == 2 and all("look" in text and "the sky" in text for text in calls)
+    assert all("Looks." in text and "Be good." not in text for text in shown(one, prompt, "tools"))
+
+
+@every
+def test_the_assistants_part_parses_back(name: str) -> None:
+    one = family(name)
+    conversation = with_turns(TURN, output("call_1", "Blue."))
+    prompt = one.render(conversation)
+    header = next(span for span in prompt.spans if span.kind == "assistant_header")
+    turn = next(span for span in prompt.spans if span.kind == "assistant")
+    parsed = parse(one, prompt.ids[header.end : turn.end], (TOOL, OTHER))
+    assert parsed.text == "I look."
+    assert parsed.thinking == ("Hm hm." if one.probe.thinking_in_loop else "")
+    ((_, called, arguments, complete),) = parsed.calls
+    assert (called, json.loads(arguments), complete) == ("look", json.loads(CALL.arguments), "complete")
+
+
+@every
+def test_the_format_writes_what_the_template_writes(name: str) -> None:
+    one = family(name)
+    renderer = one._renderer
+    block = next(b for b in renderer.blocks(with_turns(TURN, output("call_1", "Blue."))) if b.assistant)
+    blocks = [b for b in TURN.blocks if one.probe.thinking_in_loop or not isinstance(b, Thinking)]
+    blocks = [b for b in blocks if renderer.traits.calls not in SPOILED or not isinstance(b, Text)]
+    named = [replace(b, id="functions.look:0") if isinstance(b, ToolCall) else b for b in blocks]
+    ours = assistant_text(one.format, renderer.guard, named, "unopened")
+    theirs = visible(block.body)
+    if one.name in ("mistral_v3", "mistral_v11", "llama4"):
+        return  # their own ids, or values without types
+    assert "".join(visible(ours).split()) in "".join(theirs.split()), (ours, theirs)
+
+
+@every
+def test_a_sampled_turn_continues_its_prompt(name: str) -> None:
+    one = family(name)
+    keeps = one.probe.thinking_in_loop
+    first = one.render(FIRST, thinking=keeps)
+    blocks = TURN.blocks if keeps else TURN.blocks[1:]
+    turn = answered(one, first, blocks)
+    assert turn.sampled is not None
+    grown = one.render(with_turns(turn, output("call_1", "Blue.")), thinking=keeps)
+    ends = set(one.stop_tokens[1:] if one.format.turns.assistant.close else one.stop_tokens)
+    sampled = turn.sampled.ids[:-1] if turn.sampled.ids[-1] in ends else turn.sampled.ids
+    expected = first.ids + sampled
+    if one.name == "nemotron_nano2":  # its prompt is prefilled, and its history forgets that
+        expected = expected[: next(span.start for span in first.spans if span.kind == "generation_prompt")]
+    if one.name in ("mistral_v3", "mistral_v11"):  # tools stand before the last user message
+        assert expected == grown.ids[: len(expected)]
+    assert grown.ids[: len(expected)] == expected
+    again = one.render(with_turns(turn, output("call_1", "Blue."), Turn("assistant", (Text("Done."),)), user("More.")))
+    if one.probe.turn_end_survives and one.name != "nemotron_nano2" and keeps:
+        assert again.ids[: len(expected)] == expected
+
+
+@every
+def test_the_place_before_the_header_is_shared_when_probed_so(name: str) -> None:
+    """Reports 56 and 54: what comes later changes nothing before it."""
+    one = family(name)
+    turns = (TURN, output("call_1", "Blue."), Turn("assistant", (Text("Done."),)), user("Two."))
+    prompts = [one.render(with_turns(*turns[:size])) for size in (0, 2, 4)]
+    starts = [next(s.start for s in p.spans if s.kind == "generation_prompt") for p in prompts]
+    same = [prompts[-1].ids[:start] == p.ids[:start] for p, start in zip(prompts, starts, strict=True)]
+    assert same[0] == one.probe.header_survives
+    assert same[1] or not one.probe.turn_end_survives
+
+
+@every
+def test_control_tokens_in_any_text_are_text(name: str) -> None:
+    """Every added token of the vocabulary, whole and in parts, wherever a client can put text."""
+    one = family(name)
+    control = set(one.tokenizer.control.values())
+
+    def tokens(ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in control]
+
+    def everywhere(text: str) -> tuple[list[int], list[int]]:
+        schema = {"type": "object", "properties": {text: {"type": "string", "description": text}}}
+        call = ToolCall(text, text, json.dumps({text: text}))
+        said = (Thinking(text), Text(text), call)
+        turns = (Turn("system", (Text(text),)), user(text), Turn("assistant", said))
+        turns += (Turn("tool", (ToolOutput(text, text), Text(text))), Turn("assistant", (Text(text),)), user(text))
+        prompt = one.render(Conversation(turns, (Tool(text, text, schema),)))
+        return tokens(prompt.ids), tokens(one.encode_output(prompt, said))
+
+    harmless = everywhere("x")
+    for token in one.tokenizer.control:
+        for text in (token, f"a {token}{token} b", f"{token[:-1]} {token[1:]}", f"{token[:2]}{token}"):
+            assert everywhere(text) == harmless
+
+
+@every
+def test_the_prompt_says_whether_thinking_is_open(name: str) -> None:
+    """Reports 27, 28 and 29: neither closers in older text nor outputs decide, only the last header does."""
+    one = family(name)
+    think = one.format.think
+    edges = f" {think.open} {think.close} {think.open}" if think else ""
+    loop = with_turns(TURN, output("call_1", f"Blue.{edges}"))
+    for conversation in (FIRST, loop, with_turns(Turn("assistant", (Text("Yes."),)), user(f"Well{edges}"))):
+        on, off = one.render(conversation), one.render(conversation, thinking=False)
+        headed = one.tokenizer.decode(on.ids).endswith(one._renderer.traits.openers.get((True, False), "-"))
+        assert on.thinking_open == (one.probe.opener_prefilled and headed)
+        assert not off.thinking_open or one._renderer.traits.openers[False, False] == on_opener(one)
+        closed = parse(one, one.encode_output(off, (Text("Hi."),)), thinking_open=off.thinking_open)
+        assert closed.text == "Hi." and not closed.thinking
+        opened = parse(one, one.encode_output(on, (Thinking("Ah."), Text("Hi."))), thinking_open=on.thinking_open)
+        assert opened.text == "Hi."
+        assert opened.thinking == ("Ah." if think or one.format.frames else "")
+
+
+def on_opener(one: Family) -> str:
+    return one._renderer.traits.openers[True, False]
+
+
+def test_calls_and_outputs_have_the_familys_own_ids() -> None:
+    """Report 53: counted over the conversation where the template prints them, nine letters where it insists."""
+    second = replace(CALL, id="toolu_zzz", name="wait", arguments="{}")
+    turns = (TURN, output("call_1", "Blue."), Turn("assistant", (second,)), output("toolu_zzz", "Late."))
+    kimi = family("kimi_k2")
+    text = kimi.tokenizer.decode(kimi.render(with_turns(*turns)).ids)
+    assert "functions.look:0<|tool_call_argument_begin|>" in text and "## Return of functions.look:0\nBlue." in text
+    assert "functions.wait:1<|tool_call_argument_begin|>" in text and "## Return of functions.wait:1\nLate." in text
+    mistral = family("mistral_v11")
+    ids = [part[:9] for part in mistral.tokenizer.decode(mistral.render(with_turns(*turns)).ids).split("[CALL_ID]")[1:]]
+    assert len(set(ids)) == 2 and all(part.isalnum() for part in ids)
+    assert all(f"[TOOL_RESULTS]{part}[TOOL_CONTENT]" in mistral.tokenizer.decode(mistral.render(with_turns(*turns)).ids) for part in ids)
+
+
+@every
+def test_arguments_come_as_text_or_as_objects(name: str) -> None:
+    """Report 57: JSON text is decoded where the template needs an object; what is none breaks nothing."""
+    one = family(name)
+    for raw in (CALL.arguments, '{"at": "half', "{}", ""):
+        call = replace(CALL, arguments=raw)
+        prompt = one.render(with_turns(Turn("assistant", (call,)), output("call_1", "Blue.")))
+        (written,) = shown(one, prompt, "assistant", 2)
+        assert "look" in written and ("half" in written) == ("half" in raw) and ("the sky" in written) == ("sky" in raw)
+
+
+def test_odd_spelling_of_a_turn_that_the_next_header_ends_is_kept() -> None:
+    """Report 55: the template would put line breaks that the model did not write."""
+    one = family("glm45")
+    prompt = one.render(FIRST)
+    ids = one.encode_raw("<think>Hm.</think>I look.<tool_call>look\n<arg_key>at</arg_key><arg_value>x</arg_value></tool_call>")
+    for end in ("<|observation|>", "<|endoftext|>"):
+        sampled = (*ids, *one.encode_raw(end))
+        turn = Turn("assistant", TURN.blocks, Sampled(sampled, len(one.encode_raw("<think>Hm.</think>"))))
+        grown = one.render(with_turns(turn, output("call_1", "Blue.")))
+        assert grown.ids[: len(prompt.ids) + len(ids)] == prompt.ids + ids
+        rest = one.tokenizer.decode(grown.ids[len(prompt.ids) + len(ids) :])
+        assert rest == "<|observation|>\n<tool_response>\nBlue.\n</tool_response><|assistant|>"
+
+
+def test_a_channel_turn_ends_as_history_ends_it() -> None:
+    one = family("harmony")
+    prompt = one.render(FIRST)
+    final = one.encode_raw("<|channel|>final<|message|>Done.<|return|>")
+    turn = Turn("assistant", (Text("Done."),), Sampled(final))
+    grown = one.render(with_turns(turn, user("More.")))
+    assert grown.ids[: len(prompt.ids) + len(final) - 1] == prompt.ids + final[:-1]
+    rest = one.tokenizer.decode(grown.ids[len(prompt.ids) + len(final) - 1 :])
+    assert rest == "<|end|><|start|>user<|message|>More.<|end|><|start|>assistant"
+    thought = one.encode_raw("<|channel|>analysis<|message|>Hm.<|end|>")
+    both = Turn("assistant", (Thinking("Hm."), Text("Done.")), Sampled(thought + one.encode_raw("<|start|>assistant") + final, len(thought)))
+    (kept,) = shown(one, one.render(with_turns(both, user("More."))), "assistant", 2)
+    assert kept == "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
+
+
+@every
+def test_parallel_calls_stand_with_their_outputs(name: str) -> None:
+    one = family(name)
+    calls = (CALL, replace(CALL, id="call_2", name="wait", arguments='{"at": "noon"}'))
+    outputs = Turn("tool", (ToolOutput("call_1", "Blue."), ToolOutput("call_2", "Green.")))
+    prompt = one.render(with_turns(Turn("assistant", calls), outputs))
+    text = one.tokenizer.decode(prompt.ids)
+    assert text.index("the sky") < text.index("noon") and text.index("Blue.") < text.index("Green.")
+    assert len(shown(one, prompt, "tool_call")) >= 1
+    assert all(any(word in piece for piece in shown(one, prompt, "tool_output")) for word in ("Blue.", "Green."))
+
+
+@every
+def test_an_output_without_its_call_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RenderError, match="call_lost.*no earlier turn has made.*Blue"):
+        family(name).render(with_turns(TURN, output("call_lost", "Blue.")))
+
+
+def test_dates_stand_still() -> None:
+    one = family("harmony")
+    assert "Today is 2001-02-03." in one.tokenizer.decode(one.render(FIRST).ids)
+
+
+def test_efforts_reach_the_template() -> None:
+    one = family("harmony")
+    texts = [one.tokenizer.decode(one.render(FIRST, effort=effort).ids) for effort in ("low", "xhigh")]
+    assert "Reasoning: low" in texts[0] and "Reasoning: high" in texts[1]
+    assert "low" in one.efforts
+
+
+KEPT = {  # thinking in the loop, thinking and whole turns behind a new query, the prompt's end there
+    **dict.fromkeys(("hermes", "glm45", "kimi_k2", "harmony", "gemma4", "lfm2"), (True, False, False, True)),
+    **dict.fromkeys(("qwen3_xml", "step35", "minimax_m2"), (True, False, False, False)),
+    **dict.fromkeys(("seed_oss", "glm47", "glm53", "ling3", "hy3", "nemotron3"), (True, True, True, True)),
+    **dict.fromkeys(("minimax_m3", "muse_glimmer", "mistral_v13", "kimi_k3"), (True, True, True, True)),
+    **dict.fromkeys(("deepseek_v4", "deepseek_v41"), (True, True, True, True)),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31", "granite3", "granite4"), (False, False, True, True)),
+    **dict.fromkeys(("llama3", "llama4", "hunyuan_a13b", "chatml"), (False, False, True, True)),
+    **dict.fromkeys(("mistral_v3", "mistral_v11"), (False, False, False, False)),
+    "deepseek_v32": (True, False, False, False),
+    "nemotron_nano2": (False, False, True, False),
+}
+
+
+@every
+def test_what_survives_a_new_query(name: str) -> None:
+    probe = family(name).probe
+    found = (probe.thinking_in_loop, probe.thinking_survives, probe.turn_end_survives, probe.prompt_end_survives)
+    assert found == KEPT[name]
+    assert probe.header_survives == (name not in ("mistral_v3", "mistral_v11"))
