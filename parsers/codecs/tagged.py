@@ -160,13 +160,15 @@ class TaggedReader(Single):
             return True
         at_line = value.line_start or not self._codec.between
         after = self._after_spelled if call.guarded else self._after
+        # A call that came without its opener may go on without its closer.
+        behind_tail = () if call.guarded else (after,)
         if stop in self._closes:
-            steps = [((self._stem,),), (after,)]
-            return (yield from _ahead(source, *steps, *([((self._tail,), after)] if self._tail else ())))
+            tail = [((self._tail,), *behind_tail)] if self._tail else []
+            return (yield from _ahead(source, ((self._stem,),), (after,), *tail))
         if stop == self._stem:
             return at_line and (yield from self._declared_key(source, call))
         if stop == self._tail:
-            return at_line and (yield from _ahead(source, (after,)))
+            return at_line and (yield from _ahead(source, behind_tail))
         if stop in self._fence_opens:
             return value.line_start and (call.guarded or stop not in self._spelled)
         doubted = stop in self._spelled and not call.guarded

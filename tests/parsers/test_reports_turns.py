@@ -51,6 +51,11 @@ def test_report_31_truncated_arguments_of_an_earlier_turn_can_be_written(name: s
     assert "f" in text
 
 
+def test_report_33_text_may_follow_a_call_without_its_wrapper() -> None:
+    parsed = heard("qwen3_xml", "<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\nLet me wait.<|im_end|>")
+    assert (arguments(parsed), parsed.text.strip()) == ([{"n": 1}], "Let me wait.")
+
+
 M2_CALL = '<invoke name="f">\n<parameter name="n">1</parameter>\n</invoke>\n'
 
 
