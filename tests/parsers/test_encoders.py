@@ -396,7 +396,9 @@ def test_what_is_written_is_read_back(name: str, step: tuple[str, str, dict[str,
     end = machine(name).format.ends[0]
     parsed = machine(name).say(rest[: rest.index(end) + len(end)], thinking_open=True)
     assert parsed.tolerated == []
-    blocks = [block for block in parsed.blocks() if not isinstance(block, Text) or block.text.strip()]
-    expected = [*([Thinking(thought)] if thought else []), *([Text(text)] if text.strip() else [])]
-    assert [block for block in blocks if not isinstance(block, ToolCall)] == expected
+    blocks = parsed.blocks()
+    said = "".join(block.text for block in blocks if isinstance(block, Text))
+    assert said == text or (calls and said == text.rstrip())  # white space in front of calls is layout
+    reasoned = "".join(block.text for block in blocks if isinstance(block, Thinking))
+    assert reasoned == thought or (name == "kimi_k3" and not (reasoned or thought.strip()))
     assert [json.loads(block.arguments) for block in blocks if isinstance(block, ToolCall)] == [arguments] * calls
