@@ -8,6 +8,7 @@ next token is made while the model computes that token's scores.
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,6 +28,9 @@ _KEPT = 64
 """Compiled grammars that are remembered."""
 _KEPT_SIZE = 32 << 20
 """Characters of their text in all."""
+_STACK = 256 << 20
+"""The compiler goes down into what a schema refers to, and the process would end where its stack does. The stack is
+enough for any grammar that ``parsers.grammar`` writes; memory is only taken for what is used of it."""
 _MOMENT = 0.02
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ?")
 _COMPILER = re.compile(r"^failed to compile JSON schema: ")
@@ -50,12 +54,14 @@ class Grammars:
 
     def __init__(self, load: Callable[[], Vocabulary], size: int) -> None:
         self._load, self._size = load, size
-        self._compiling = ThreadPoolExecutor(1, "grammars")
         self._masking = ThreadPoolExecutor(2, "masks")
         self._tokenizer: Any = None
         self._known: OrderedDict[str, Any] = OrderedDict()
         self._kept = 0
+        before = threading.stack_size(_STACK)
+        self._compiling = ThreadPoolExecutor(1, "grammars")
         self._compiling.submit(self._ready)
+        threading.stack_size(before)
 
     def guide(self, sampling: Sampling) -> Guide | None:
         """What leads a request through its grammar, if it has one; nothing leads what is scripted."""

@@ -24,7 +24,7 @@ __all__ = ["Demand", "GrammarError", "Tokens", "constraint"]
 _HOLE = re.compile(r"\{(name|n|n1|id)\}")
 _HOLES = {"n": r"[0-9]{1,4}", "n1": r"[0-9]{1,4}", "id": r"[a-zA-Z0-9]{9}"}
 _NAME_MARK = "\0"
-MAX_TEXT = 4 << 20
+MAX_TEXT = 2 << 20
 """Characters of a grammar."""
 
 
@@ -115,14 +115,20 @@ class _Turn:
     def one_call(self, tool: Tool, opener: str) -> str:
         """A call with its wrapper."""
         self.rules.note(f"the tool {tool.name[:200]!r}")
-        call, values = self.call, self._values(tool)
+        try:
+            return self._call(tool, opener, self._values(tool))
+        except GrammarError as error:
+            raise GrammarError(f"the tool {tool.name!r:.80}: {error}") from error
+
+    def _call(self, tool: Tool, opener: str, values: Values) -> str:
+        call = self.call
         match call.codec:
             case JsonCall() as codec:
                 body = self._json_call(codec, tool, values)
             case PythonCalls():
-                body = sequence((plain(tool.name), '"("', self._arguments(values, tool), '")"'))
+                body = sequence((plain(tool.name), '"("', values.arguments(call.codec), '")"'))
             case codec:
-                arguments = self._arguments(values, tool, apart=call.header[-1:].isspace())
+                arguments = values.arguments(codec, apart=call.header[-1:].isspace())
                 body = sequence((self._header(tool.name), arguments, self.tail()))
         inner = self.rules.layout(call.inner)
         closer = self.literal(call.close)
@@ -139,18 +145,9 @@ class _Turn:
             schema = {**FREEFORM_SCHEMA, "additionalProperties": False}
         if tool.grammar:
             syntax, definition = tool.grammar
-            try:
-                pattern = regex_of_lark(definition) if syntax == "lark" else definition
-            except GrammarError as error:
-                raise GrammarError(f"the grammar of the tool {tool.name!r:.80}: {error}") from error
+            pattern = regex_of_lark(definition) if syntax == "lark" else definition
             schema = {**schema, "properties": {"input": {"type": "string", "pattern": f"^(?:{pattern})$"}}}
         return Values(self.rules, schema, exact=tool.strict or tool.grammar is not None, never=self._enders())
-
-    def _arguments(self, values: Values, tool: Tool, apart: bool = False) -> str:
-        try:
-            return values.arguments(self.call.codec, apart)
-        except GrammarError as error:
-            raise GrammarError(f"the tool {tool.name!r:.80}: {error}") from error
 
     def _enders(self) -> list[str]:
         """Text that would end a raw value before its closer: delimiters in ordinary characters, where a line begins or
@@ -173,7 +170,7 @@ class _Turn:
         if codec.id_key:
             spelled = self.rules.terminal(regex(f', "{codec.id_key}": "{_HOLES["id"]}"'))
             call_id = f"({spelled})?"
-        return sequence((plain(lead), self._arguments(values, tool), call_id, '"}"'))
+        return sequence((plain(lead), values.arguments(codec), call_id, '"}"'))
 
     def _header(self, name: str) -> str:
         parts = _HOLE.split(self.call.header)

@@ -14,6 +14,8 @@ ANY = "(?s:.*)"
 _SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _MAX_REGEX = 1 << 16
 _MAX_DEPTH = 64
+_MAX_RULES = 2000
+_NAMES = re.compile(r"\b[rT]\d+\b")
 
 
 class GrammarError(Exception):
@@ -28,6 +30,7 @@ class Rules:
         names = sorted(control, key=len, reverse=True)
         self._tokens = re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "((?!))")
         self._names: dict[str, str] = {}
+        self._depths: dict[str, int] = {}
         self._lines: list[str] = []
 
     def text(self, start: str) -> str:
@@ -48,14 +51,22 @@ class Rules:
         """A rule's name, and how to define it later: for rules that mention themselves."""
         name = f"r{len(self._names)}"
         self._names[f"reserved {name}"] = name
-        return name, lambda body: self._lines.append(f"{name}: {body}")
+        return name, lambda body: self._define(name, body, "")
 
     def _named(self, name: str, body: str, options: str) -> str:
         key = f"{name[0]}{options}: {body}"
         if key not in self._names:
             self._names[key] = name
-            self._lines.append(f"{name}{options}: {body}")
+            self._define(name, body, options)
         return self._names[key]
+
+    def _define(self, name: str, body: str, options: str) -> None:
+        """A compiler goes down from rule to rule, and must not go too far."""
+        self._lines.append(f"{name}{options}: {body}")
+        inner = () if body.startswith("%") else _NAMES.findall(body)
+        depth = self._depths[name] = 1 + max((self._depths.get(one, 0) for one in inner), default=0)
+        if depth > _MAX_RULES:
+            raise GrammarError("the schema has too many members, one inside the other")
 
     def pieces(self, text: str) -> list[str]:
         """``text`` cut at its control tokens: ordinary text, token, ordinary text, ..."""

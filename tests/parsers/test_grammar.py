@@ -276,6 +276,9 @@ for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}, "required": ["a"]}
 
 
+CHAIN = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(3000)}
+
+
 @pytest.mark.parametrize("name", ["hermes", "gemma4", "minimax_m3", "qwen3_xml", "llama4"])
 @pytest.mark.parametrize(
     "schema",
@@ -285,6 +288,7 @@ for _ in range(200):
         {"type": "objekt"},
         {"type": "object", "properties": {"a": {"type": "objekt"}}},
         {"type": "object", "properties": 3},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": CHAIN},
         {"type": "object", "properties": {"a": {"type": "string", "enum": "b"}}, "required": ["a"]},
         {"type": "object", "properties": {"a": {"type": "array", "minItems": "b"}}, "required": ["a"]},
         {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}},

@@ -112,7 +112,7 @@ async def test_only_one_call_is_allowed_where_calls_are_not_parallel(family: Fam
 REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}, "strict": True}}]), "'f'"),
     (chat(tools=BOTH, tool_choice="always"), "tool_choice"),
-    (responses(tools=[{**CUSTOM, "format": {**CUSTOM["format"], "syntax": "lark"}}]), "grammar of the tool 'say'"),
+    (responses(tools=[{**CUSTOM, "format": {**CUSTOM["format"], "syntax": "lark"}}]), "the tool 'say'"),
     (messages(tools=[plain(WEATHER)], tool_choice={"type": "tool", "name": "x"}), "there is no tool 'x'"),
 ]
 
