@@ -32,7 +32,7 @@ class Opener:
 
 @dataclass(frozen=True)
 class Place:
-    """Where calls stand: what becomes of text that is none (``text``), and what happens before the first (``before``)."""
+    """Where calls stand: what becomes of text that is none, and what happens before the first call."""
 
     text: Emit
     before: Callable[[], None]
@@ -69,6 +69,8 @@ class Calls:
         self._json = isinstance(call.codec, Json)
         self._listed = not call.open and call.section is not None
         self._framed = frames is not None and not call.open
+        self._broken = False
+        """A call was incomplete."""
         self._muted = not tools
         self._bare = ("{", "[") if call.bare and tools else ()
         head = self._header.head if self._header else ""
@@ -85,7 +87,7 @@ class Calls:
             self.openers = {text: one for text, one in self.openers.items() if set(text) & wire.special}
         self.closers = self._fence.closes if self.openers and not frames else ()
         """Closers, which may be out of place."""
-        hard = (*self._close, *self._section_close, *section_open[:1], *self._fence.ends, *others)
+        self._hard = hard = (*self._close, *self._section_close, *section_open[:1], *self._fence.ends, *others)
         self._own = frozenset((*self._close, *self._section_close, *section_open[:1]))
         """Delimiters of a section that do not end it, or only it."""
         self._in_section = Stops(*inner, *hard)
@@ -187,7 +189,7 @@ class Calls:
         log: list[str] = []
         source.logs.append(log)
         yield from source.space()
-        stop, calls = "", out.calls
+        stop, calls, self._broken = "", out.calls, False
         if (yield from source.peek()) in self._bare:
             start = out.boundary("tool_call_start", source.position)
             out.keep()
@@ -196,7 +198,8 @@ class Calls:
                 alone = not stop and (yield from source.follows(self._fence.ends))
             except Cut:
                 alone = True
-            alone = out.calls > calls and (alone or stop in self._fence.ends)
+            cut = source.ended and not source.natural
+            alone = out.calls > calls and (cut or not self._broken) and (alone or stop in self._fence.ends)
             out.release(alone)
             if alone:
                 source.logs.pop()
@@ -238,7 +241,7 @@ class Calls:
             stop = yield from self._reader.read(source, call)
             complete = True
         except Malformed:
-            pass
+            stop = source.just_read(self._hard)
         except Interrupted as interrupted:
             stop = interrupted.stop
         except Cut:
@@ -281,6 +284,7 @@ class Calls:
         elif not stop and not source.ended:
             stop = (yield from source.until(self._recovery, _drop, hold_at_end=True)) or ""
         complete = complete and is_json_object("".join(call.parts))
+        self._broken = self._broken or not complete
         closed = stop in self._close
         end = self._out.boundary("tool_call_end", source.at if stop and not closed else source.position)
         self._emit(ToolCallEnd(call.index, complete))

@@ -169,7 +169,8 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Call:
-    """Tool calls: ``section.open`` (``open`` ``inner`` header arguments ``tail`` ``inner`` ``close``)* ``section.close``.
+    """Tool calls: ``section.open`` (``open`` ``inner`` header arguments ``tail`` ``inner`` ``close``)* and
+    ``section.close``.
 
     ``header`` names the tool: text with ``{name}`` and at most one of ``{n}`` (the call's number in the conversation,
     from 0), ``{n1}`` (its number in the message, from 1) and ``{id}`` (its id). What follows the name may be left out
@@ -287,8 +288,8 @@ letters and digits."""
 class Format:
     """A family's whole wire format. ``tools_text`` is set where the template knows nothing of tools, ``encoder`` names
     the renderer of ours that stands for the template that the checkpoint does not have. ``suffix`` is a pattern for
-    control tokens whose first group is what ``{suffix}`` stands for in this format. ``models`` are examples, for people; ``result_order``: outputs
-    must come in the order of their calls."""
+    control tokens whose first group is what ``{suffix}`` stands for in this format. ``models`` are examples for people;
+    ``result_order``: outputs must come in the order of their calls."""
 
     name: str
     models: tuple[str, ...]

@@ -8,13 +8,12 @@ import re
 from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed
 from parsers.format import Call as CallFormat
 from parsers.format import Codec, Elements, Json, Literals, Tagged
-from parsers.source import Source, Step, Stops, certain
+from parsers.source import Source, Step, Stops
 from parsers.wire import Wire
 
 _HOLE = re.compile(r"\{(name|n|n1|id)\}")
 _HOLES = {"name": r"(?P<name>.*?)", "n": r"\d*", "n1": r"\d*", "id": r"[^\s]*?"}
-_NAME = re.compile("[^\\s\ud800-\udfff\"'<>{}]+")
-_NO_NAME = re.compile(r"[\n()\[\]{}<>]")
+_NAME = re.compile("[^\\s\ud800-\udfff\"'<>(){}\\[\\]]+")
 _EDGES = " \t\r\n\"'"
 _LIMIT = 2 * NAME_LIMIT
 
@@ -60,7 +59,7 @@ class Header:
             match = self._loose.fullmatch(text)
             call.tolerate("header_spelling")
         name = match["name"].strip(_EDGES) if match else ""
-        if not name or len(name) > NAME_LIMIT or _NO_NAME.search(name) or certain(name):
+        if len(name) > NAME_LIMIT or not _NAME.fullmatch(name):
             raise Malformed
         return html.unescape(name) if self._escapes else name
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -119,6 +119,10 @@ class Source:
         """Consumes a delimiter that comes next."""
         self.at, self.stop = self.position, text
         return self.advance(len(text))
+
+    def just_read(self, delimiters: Container[str]) -> str:
+        """The delimiter that was consumed last, if it is one of these and nothing was consumed since; else ""."""
+        return self.stop if self.stop in delimiters and self.at + len(self.stop) == self.position else ""
 
     def until(self, stops: Stops, emit: Emit, hold_at_end: bool = False) -> Step[str | None]:
         """Pass text to ``emit`` up to the first stop; consume and return the stop, or None at the end of the input.

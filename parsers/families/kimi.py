@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsers.format import Answer, Call, Format, Json, Pair, Result, Switches, Tagged, Think, Turns
+from parsers.format import Answer, Call, Format, Json, Pair, Result, Switches, Tagged, Think, Tolerances, Turns
 
 K2 = Format(
     name="kimi_k2",
@@ -30,6 +30,12 @@ K2 = Format(
     result=Result("", "## Return of {id}\n", "", inner=""),
     switches=Switches(on={"thinking": True}, off={"thinking": False}),
     call_ids="numbered",
+    tolerances=Tolerances(
+        aliases={
+            "<|tool_calls_section_begin|>": ("<|tool_call_section_begin|>",),
+            "<|tool_calls_section_end|>": ("<|tool_call_section_end|>",),
+        }
+    ),
 )
 
 K3 = Format(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +10,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from parsers.conversation import Block, Text, Thinking, ToolCall
-from parsers.events import Boundary, TextDelta, ToolArgsDelta
+from parsers.events import TextDelta, ToolArgsDelta
 from parsers.families.registry import FORMATS
 from parsers.format import Elements, Format, Literals
 from parsers.source import Source, certain
 from tests.parsers.parsed import ANY_TEXT, JSON, TOOLS, TRICKY
-from tests.parsers.wire_support import NAMES, Loose, Machine, machine, respelled
+from tests.parsers.wire_support import NAMES, Machine, machine, respelled
 
 every_format = pytest.mark.parametrize("name", NAMES)
 quick = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -29,9 +28,7 @@ def spelled_tags(found: Machine) -> tuple[str, ...]:
     """Delimiters that ordinary text can spell, and with them become one."""
     parts = {part for text in found.format.generated() for part in _literals(text) if len(part) > 3}
     call = {part for text in _calls(found.format) for part in _literals(text)}
-    return tuple(
-        part for part in parts if not part.isalnum() and (part in call or not certain(found.wire.code(part)))
-    )
+    return tuple(part for part in parts if not part.isalnum() and (part in call or not certain(found.wire.code(part))))
 
 
 def _calls(form: Format) -> Iterator[str]:
@@ -61,7 +58,9 @@ def arguments(draw: st.DrawFn, found: Machine) -> dict[str, object]:
     value = st.integers(-9, 9) | text.filter(str.strip) if nested else JSON
     every = {
         "s": text,
-        "t": st.sampled_from(["", "\n", "\n\n", "true", "007", "[x", "a\n", "\na", "  ", '{"k": 1}', "}", "1e400", '"']),
+        "t": st.sampled_from(
+            ["", "\n", "\n\n", "true", "007", "[x", "a\n", "\na", "  ", '{"k": 1}', "}", "1e400", '"']
+        ),
         "u": st.sampled_from(["007", "true", "[1]", " x "]) | (st.nothing() if nested else st.none()),
         "n": st.integers(-(2**70), 2**70),
         "x": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
@@ -119,7 +118,9 @@ def said(found: Machine, blocks: list[Block]) -> list[tuple[str, object]]:
 def test_a_written_turn_parses_back_to_itself(name: str, data: st.DataObject) -> None:
     found = machine(name)
     blocks = data.draw(turns(found))
-    opened = bool(found.format.think) and isinstance(blocks[0] if blocks else None, Thinking) and data.draw(st.booleans())
+    opened = (
+        bool(found.format.think) and isinstance(blocks[0] if blocks else None, Thinking) and data.draw(st.booleans())
+    )
     parsed = found.parse(found.output(blocks, opened), thinking_open=opened)
     assert said(found, parsed.blocks()) == said(found, blocks)
     assert all(call[3] == "complete" for call in parsed.calls)
@@ -154,8 +155,11 @@ def junk(draw: st.DrawFn, found: Machine, broken: bool = False) -> list[int]:
                 st.sampled_from(control).map(lambda token: [token]),
                 st.sampled_from(strings).map(found.tokenizer.encode_trusted),
                 st.sampled_from(strings).map(lambda text: found.tokenizer.encode_trusted(text[: len(text) // 2])),
-                st.one_of(TRICKY, ANY_TEXT, st.sampled_from(['{"n": 2}', '{"name": "f", "arguments": {}}', "f", "[", "f(n=1)"]))
-                .map(found.tokenizer.encode_trusted),
+                st.one_of(
+                    TRICKY,
+                    ANY_TEXT,
+                    st.sampled_from(['{"n": 2}', '{"name": "f", "arguments": {}}', "f", "[", "f(n=1)"]),
+                ).map(found.tokenizer.encode_trusted),
                 st.integers(0, 255 if broken else 127).map(lambda byte: [found.tokenizer.piece(bytes([byte]))]),
             ),
             max_size=6,

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from engine.weights.tiktoken import bytes_to_unicode
 from parsers.conversation import Block, Tool
@@ -27,7 +26,9 @@ from parsers.write import assistant_text
 from tests.parsers.parsed import TOOLS, Parsed
 
 SUFFIX = ":opensource"
-_SPECIAL = re.compile(r"<\|[^|<>]*\|?>|<[^|<>]*\|>|<｜[^｜<>]*｜>|\[/?[A-Z_]+\]|<SPECIAL_\d+>|\[e~\[|<\|\"\|>|</s>|<eos>")
+_SPECIAL = re.compile(
+    r"<\|[^|<>]*\|?>|<[^|<>]*\|>|<｜[^｜<>]*｜>|\[/?[A-Z_]+\]|<SPECIAL_\d+>|\[e~\[|<\|\"\|>|</s>|<eos>"
+)
 _TAGS = ("<think>", "</think>")
 _VISIBLE = {
     "hermes": (*_TAGS, "<tool_call>", "</tool_call>"),
@@ -35,11 +36,12 @@ _VISIBLE = {
     "dsml": (*_TAGS, "｜DSML｜"),
     "seed": ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>", "<seed:bos>", "<seed:eos>"),
     "hy3": tuple(
-        f"<{slash}{tag}{SUFFIX}>"
-        for tag in ("think", "tool_calls", "tool_call", "arg_key", "arg_value")
-        for slash in ("", "/")
-    )
-    + (f"<tool_sep{SUFFIX}>",),
+        tag.replace(">", f"{SUFFIX}>")
+        for tag in (
+            *(*_TAGS, "<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        )
+    ),
     "m2": (*_TAGS, "<minimax:tool_call>", "</minimax:tool_call>"),
     "m3": ("<mm:think>", "</mm:think>", "]<]minimax[>["),
     "longcat": ("<longcat_think>", "</longcat_think>", "<longcat_tool_call>", "</longcat_tool_call>"),
@@ -119,7 +121,9 @@ class Machine:
 def machine(name: str) -> Machine:
     found = next(known for known in FORMATS if known.name == name).with_suffix(SUFFIX)
     turns = found.turns
-    headers = [edge for pair in (turns.system, turns.user, turns.assistant, turns.tools) for edge in (pair.open, pair.close)]
+    headers = [
+        edge for pair in (turns.system, turns.user, turns.assistant, turns.tools) for edge in (pair.open, pair.close)
+    ]
     texts = "\n".join((*found.generated(), *headers))
     special = dict.fromkeys((*_SPECIAL.findall(texts), *found.ends))
     visible = [tag for tag in _VISIBLE[_KIND.get(name, "text")] if tag in texts]
@@ -127,7 +131,9 @@ def machine(name: str) -> Machine:
     fast = FastTokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_tokens([AddedToken(token, special=token not in visible, normalized=False) for token in (*visible, *special)])
+    fast.add_tokens(
+        [AddedToken(token, special=token not in visible, normalized=False) for token in (*visible, *special)]
+    )
     tokenizer = Loose(json.loads(fast.to_str()))
     return Machine(found, tokenizer, Wire.resolve(found, tokenizer), Guard(tokenizer.control))
 
