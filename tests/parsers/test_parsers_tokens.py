@@ -251,6 +251,9 @@ def test_where_sentencepiece_puts_a_space_before_text() -> None:
         detokenizer = tokenizer.detokenizer()
         said = "".join(map(detokenizer.push, tokenizer.encode(" hello the")))
         assert said == (" hello the" if kind == "gemma" else "hello the")
+        detokenizer.flush()  # a control token, which the parser reads by its id
+        said = "".join(map(detokenizer.push, tokenizer.encode(" hello the")))
+        assert said == ("hello the" if kind == "llama" else " hello the")
 
 
 def test_html_is_text_and_bytes_have_no_name() -> None:
