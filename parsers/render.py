@@ -27,7 +27,7 @@ from parsers.messages import Item, Plan, Planner, RenderError, Traits
 from parsers.prompt import Edges, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.template import TemplateRefusal
 from parsers.tokens import Tokenizer
-from parsers.turns import Block, Finder, Parts, common
+from parsers.turns import Block, Finder, Part, Parts, common
 from parsers.write import ThinkingState, assistant_text
 
 __all__ = ["Prompt", "RenderError", "Renderer", "Span", "SpanKind", "Traits"]
@@ -316,15 +316,20 @@ class _Rendering:
             off = self._traits.openers.get((False, not header), "")
             writer.text(off if body.startswith(off) else "")
         begin = writer.cut()
-        last = self._renderer._ends.get(ids[-1]) if ids else None
-        if last is not None and last != closing:
+        if ids and self._renderer._ends.get(ids[-1], closing) != closing:
             ids = ids[:-1]  # ended by another stop token: history has the template's own end
         writer.tokens(ids)
         for start_at, end_at, kind in self._renderer.parts(ids, thinking_open=end > 0 and not dropped):
             first = opened if kind == "thinking" else writer.token_place(begin + start_at)
             until = begin + (min(end, len(ids)) if kind == "thinking" and end else end_at)
             writer.span(first, kind, item.turn, writer.token_place(until))
-        writer.text(tail if last is not None and last == closing else closing + tail)
+        writer.text(tail if self._closed(ids, closing) else closing + tail)
+
+    def _closed(self, ids: Sequence[int], closing: str) -> bool:
+        tokenizer = self._renderer._tokenizer
+        if not closing or not ids or tokenizer.token_id(closing) is not None:
+            return bool(closing and ids) and ids[-1] == tokenizer.token_id(closing)
+        return tokenizer.decode(ids[-len(closing) :]).endswith(closing)
 
     def _repeats(self, header: str, ids: Sequence[int]) -> bool:
         """Do the sampled tokens bring the header themselves? Channel formats begin every message with one."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from parsers.alternatives import alternatives
-from parsers.format import Format, Frames
+from parsers.format import Format, Frames, PythonCalls
 from parsers.guard import visible
 
 
@@ -48,14 +48,16 @@ class Finder:
         self._spelled = turns.tools.open if spelled and turns.assistant.close else ""
         self._close = turns.assistant.close
         end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
-        self._end = re.compile(rf"({end})\s*\Z")
+        self._end = re.compile(rf"({end})(?:{re.escape(turns.tail)})?\s*\Z")
 
     def blocks(self, text: str) -> list[Block]:
         """The first block is what stands before any header, the last one (of the assistant) the generation prompt."""
         starts = [(0, "", False)]
         for match in self._any.finditer(text):
             header, begin = match[0], match.start()
-            if header == self._spelled and not text.endswith(self._close, 0, begin):
+            if header == self._spelled and not text[max(0, begin - len(self._close) - 8) : begin].rstrip().endswith(
+                self._close
+            ):
                 continue
             if header in self._headers:
                 starts.append((begin, header, self._headers[header]))
@@ -95,6 +97,7 @@ class Parts:
         section = call.section
         self._opens = [opener for opener in (call.open, section.open if section else "") if opener]
         self._open = re.compile(alternatives(self._opens))
+        self._bare = ("[" if isinstance(call.codec, PythonCalls) else "{") if call.bare else ""
         self._section_close = section.close if section else ""
         self._close = call.close or self._section_close
 
@@ -104,6 +107,8 @@ class Parts:
             return list(_messages(self._format.frames, text))
         begin = self._thinking(text, thinking_open)
         parts = [Part(0, begin, "thinking")] if begin else []
+        if self._bare and visible(text[begin:]).lstrip().startswith(self._bare):
+            return [*parts, Part(begin, len(text), "tool_call")]
         return parts + list(self._rest(text, begin, len(text)))
 
     def _thinking(self, text: str, thinking_open: bool) -> int:

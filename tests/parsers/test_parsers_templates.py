@@ -197,10 +197,10 @@ def test_control_tokens_in_any_text_are_text(name: str) -> None:
         prompt = one.render(Conversation(turns, (Tool(text, text, schema),)))
         return tokens(prompt.ids), tokens(one.encode_output(prompt, said))
 
-    harmless = everywhere("x")
+    harmless = (everywhere("x"), everywhere("x."))  # keys that are no words are quoted by some
     for token in one.tokenizer.control:
         for text in (token, f"a {token}{token} b", f"{token[:-1]} {token[1:]}", f"{token[:2]}{token}"):
-            assert everywhere(text) == harmless
+            assert everywhere(text) in harmless
 
 
 @every
@@ -237,7 +237,10 @@ def test_calls_and_outputs_have_the_familys_own_ids() -> None:
     mistral = family("mistral_v11")
     ids = [part[:9] for part in mistral.tokenizer.decode(mistral.render(with_turns(*turns)).ids).split("[CALL_ID]")[1:]]
     assert len(set(ids)) == 2 and all(part.isalnum() for part in ids)
-    assert all(f"[TOOL_RESULTS]{part}[TOOL_CONTENT]" in mistral.tokenizer.decode(mistral.render(with_turns(*turns)).ids) for part in ids)
+    assert all(
+        f"[TOOL_RESULTS]{part}[TOOL_CONTENT]" in mistral.tokenizer.decode(mistral.render(with_turns(*turns)).ids)
+        for part in ids
+    )
 
 
 @every
@@ -255,7 +258,9 @@ def test_odd_spelling_of_a_turn_that_the_next_header_ends_is_kept() -> None:
     """Report 55: the template would put line breaks that the model did not write."""
     one = family("glm45")
     prompt = one.render(FIRST)
-    ids = one.encode_raw("<think>Hm.</think>I look.<tool_call>look\n<arg_key>at</arg_key><arg_value>x</arg_value></tool_call>")
+    ids = one.encode_raw(
+        "<think>Hm.</think>I look.<tool_call>look\n<arg_key>at</arg_key><arg_value>x</arg_value></tool_call>"
+    )
     for end in ("<|observation|>", "<|endoftext|>"):
         sampled = (*ids, *one.encode_raw(end))
         turn = Turn("assistant", TURN.blocks, Sampled(sampled, len(one.encode_raw("<think>Hm.</think>"))))
@@ -275,7 +280,11 @@ def test_a_channel_turn_ends_as_history_ends_it() -> None:
     rest = one.tokenizer.decode(grown.ids[len(prompt.ids) + len(final) - 1 :])
     assert rest == "<|end|><|start|>user<|message|>More.<|end|><|start|>assistant"
     thought = one.encode_raw("<|channel|>analysis<|message|>Hm.<|end|>")
-    both = Turn("assistant", (Thinking("Hm."), Text("Done.")), Sampled(thought + one.encode_raw("<|start|>assistant") + final, len(thought)))
+    both = Turn(
+        "assistant",
+        (Thinking("Hm."), Text("Done.")),
+        Sampled(thought + one.encode_raw("<|start|>assistant") + final, len(thought)),
+    )
     (kept,) = shown(one, one.render(with_turns(both, user("More."))), "assistant", 2)
     assert kept == "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
 
@@ -294,7 +303,7 @@ def test_parallel_calls_stand_with_their_outputs(name: str) -> None:
 
 @every
 def test_an_output_without_its_call_is_refused_by_name(name: str) -> None:
-    with pytest.raises(RenderError, match="call_lost.*no earlier turn has made.*Blue"):
+    with pytest.raises(RenderError, match=r"call_lost.*no earlier turn has made.*Blue"):
         family(name).render(with_turns(TURN, output("call_lost", "Blue.")))
 
 
