@@ -315,7 +315,7 @@ def _tiny(architecture: str, directory: Path) -> Path:
 
 
 def show(console: Console, size: int, parsed: Sequence[ParseRow], prompts: Sequence[PromptRow]) -> None:
-    columns = ("1 char p50", "p99", f"{PIECE} chars p50", "p99", "10x", "whole call", "json.loads", "")
+    columns = ("1 char p50", "p99", f"{PIECE} chars p50", "p99", "10x", "whole", "json.loads", "")
     table = _table(f"a call of {size:,} bytes, us per step", *columns)
     for row in parsed:
         steps = (row.characters_p50, row.characters_p99, row.tokens_p50, row.tokens_p99)
@@ -336,7 +336,7 @@ def _verdict(missed: bool) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    table.add_column("")
+    table.add_column("", min_width=max(len(known.name) for known in FORMATS))
     for column in columns:
         table.add_column(column, justify="right")
     return table
