@@ -105,7 +105,7 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
 async def _start(
     state: ServerState, info: ModelInfo, meta: RequestMeta, conversation: Conversation, options: Options
 ) -> Generation:
-    visit = state.sessions.begin(meta, conversation, info.incarnation)
+    visit = state.sessions.begin(meta, conversation, info.incarnation, info.fingerprint)
     state.idle.interrupt(visit.session_id)
     prompt = await render(state, visit.conversation, options.thinking)
     max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))

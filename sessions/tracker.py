@@ -76,14 +76,16 @@ class Sessions:
         self._idle = IdleCounts()
         self._keeper = Keeper(persist, family.identity, self._limits)
         self._habits = self._keeper.habits()
+        self._elsewhere = self._keeper.elsewhere()
         for session in self._keeper.sleeping():
             self._adopt(session)
         self._drop_surplus()
 
-    def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
-        """``incarnation`` is the engine worker's: a new one knows only what its store kept."""
+    def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str, fingerprint: str = "") -> Visit:
+        """``incarnation`` and ``fingerprint`` are the engine worker's: a new one knows only what its store kept, and
+        of that only what has its fingerprint; empty where that is not known."""
         place = self._place(meta, conversation, keep=True)
-        return Visit(place, self._family, meta.protocol, incarnation, self._accept, self._remember)
+        return Visit(place, self._family, meta.protocol, incarnation, fingerprint, self._accept, self._remember)
 
     def normalise(self, meta: RequestMeta, conversation: Conversation) -> Conversation:
         """The conversation as ``begin`` would have it rendered, without a trace: for counting tokens."""
@@ -116,6 +118,7 @@ class Sessions:
         for session in sessions:
             self._drop(session)
         self._habits.clear()
+        self._elsewhere.clear()
         return max(len(sessions), self._keeper.forget_all())
 
     def pin(self, id: str, pinned: bool = True) -> bool:
@@ -208,7 +211,21 @@ class Sessions:
         count = keep and identity.kind != "side"
         restored, link = self._restore(session, branch.name, conversation, turns, count)
         worth = priorities(self._habits.get(harness.name, {}))
-        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys), worth)
+        elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
+        return Place(
+            session,
+            branch,
+            harness,
+            identity,
+            restored,
+            tuple(turns),
+            link,
+            scope,
+            head,
+            tuple(keys),
+            worth,
+            elsewhere,
+        )
 
     def _accept(self, place: Place) -> Place:
         """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
