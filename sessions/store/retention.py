@@ -19,6 +19,11 @@ ACTIVE = 600.0
 LONG = 8192
 """Tokens; a session of at least this many is worth writing on a yellow budget."""
 _PINNED, _SUPERSEDED, _USELESS = 4.0, 0.1, 0.05
+_UNIFORM, _RECENT, _SEMANTIC = 0.15, 0.35, 0.5
+"""Where the next prompt diverges: anywhere, near the end, or right after a checkpoint in proportion to its priority.
+What is known of a harness is in the priorities."""
+_SCALE = 8192.0
+"""Tokens over which nearness to the end decays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +118,7 @@ class Point:
     keep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """Where the next prompt diverges: anywhere (``uniform``), near the end (``recent``, decaying over ``scale``
-    tokens), or right after a checkpoint in proportion to its priority (``semantic``)."""
-
-    uniform: float = 0.15
-    recent: float = 0.35
-    semantic: float = 0.5
-    scale: float = 8192.0
-
-
-def thin(points: Sequence[Point], prior: Prior = Prior()) -> int | None:
+def thin(points: Sequence[Point]) -> int | None:
     """The index of the checkpoint whose loss adds the least expected replay: P(divergence after it and before the next)
     times the way back to the one before. ``points`` ascend by position; None if all are to be kept."""
     if not points:
@@ -136,11 +130,11 @@ def thin(points: Sequence[Point], prior: Prior = Prior()) -> int | None:
         if point.keep:
             continue
         until = points[at + 1].position if at + 1 < len(points) else end
-        near = math.exp((until - end) / prior.scale) - math.exp((point.position - end) / prior.scale)
-        chance = prior.uniform * (until - point.position) / end + prior.recent * near
-        chance += prior.semantic * max(point.priority, 0.0) / priorities
+        near = math.exp((until - end) / _SCALE) - math.exp((point.position - end) / _SCALE)
+        chance = _UNIFORM * (until - point.position) / end + _RECENT * near
+        chance += _SEMANTIC * max(point.priority, 0.0) / priorities
         if at + 1 == len(points):
-            chance += prior.recent
+            chance += _RECENT
         back = point.position - (points[at - 1].position if at else 0)
         cost = chance * back
         if best is None or cost < best[0]:

@@ -27,7 +27,7 @@ from sessions.store.payload import Pool
 from sessions.store.ram import CANDIDATES, CHECKPOINTS
 from sessions.store.reader import Buffers, Reader, Reading
 from sessions.store.recover import Progress, no_progress, open_disk
-from sessions.store.retention import Point, Prior, thin
+from sessions.store.retention import Point, thin
 from sessions.store.writer import Writer
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,6 @@ class Store:
         self._mirror = core.mirror
         self._disk = disk
         self._lock = lock
-        self._prior = Prior()
         self._pool = Pool((sum(core.config.page_components), sum(core.config.state_components)))
         self._writer = Writer(core, disk) if disk is not None and core.writable else None
         self._reader = Reader(core, disk, core.config.readers)
@@ -334,7 +333,7 @@ class Store:
                 Point(one.position, one.priority * (0.1 if one.superseded else 1.0), one.pinned or one.holds > 0)
                 for one in states
             ]
-            victim = thin(points, self._prior)
+            victim = thin(points)
             if victim is None:
                 return
             self._core.drop(states.pop(victim), "thinned")
