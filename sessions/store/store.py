@@ -185,7 +185,12 @@ class Store:
 
     def read(self, ref: object, into: Buffers) -> Reading:
         """Fill one buffer per component, in the background. Raises ValueError for buffers of another size."""
-        return self._reader.read(_entry(ref), into)
+        return self.read_parts([(ref, into, 0)])[0]
+
+    def read_parts(self, parts: Iterable[tuple[object, Buffers, int]]) -> Sequence[Reading]:
+        """Fill buffers with components of entries, from the given one on, in the background and in this order; what
+        lies close together is read together. Raises ValueError for buffers of other sizes."""
+        return self._reader.read([(_entry(ref), into, first) for ref, into, first in parts])
 
     def hold(self, refs: Iterable[object]) -> None:
         """Keep these until they are released as often."""
