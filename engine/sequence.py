@@ -62,6 +62,13 @@ class Sequence:
         return len(self.request.tokens)
 
     @property
+    def leased(self) -> Lease:
+        """What it has while it runs or is restored."""
+        if self.lease is None:
+            raise RuntimeError("a sequence without memory cannot run")
+        return self.lease
+
+    @property
     def encoded(self) -> bytes:
         """All tokens, as page keys take them."""
         if len(self._encoded) < 4 * len(self.tokens):
@@ -89,6 +96,16 @@ class Sequence:
     @property
     def decode_seconds(self) -> float:
         return time.monotonic() - self.prefilled if self.prefilled else 0.0
+
+    def place(self, plan: Plan, grid: int) -> None:
+        """It goes on at the plan's position: choose what to keep in prefill."""
+        self.fed, self.reach = plan.position, None
+        self.plan_checkpoints(plan.position, plan.reuse.divergence, grid)
+
+    def unplace(self, kept: set[int]) -> None:
+        """It does not, after all; ``kept``: the checkpoints it had before."""
+        self.fed, self.kept = 0, kept
+        self.wanted.clear()
 
     def plan_checkpoints(self, resumed: int, divergence: int, grid: int) -> None:
         """Choose what to keep in prefill: anchors, moved down to the grid, and where the prompt diverged."""

@@ -46,6 +46,10 @@ class StateRef(Protocol):
     def session(self) -> str: ...
 
 
+Part = tuple[PageRef | StateRef, Buffers, int]
+"""What to read, where to, and from which component on."""
+
+
 class Reading(Protocol):
     """Bytes on their way. ``wait``: True when they are there and verified; False when they are lost or corrupt, which
     the store has counted, and it will not offer them again."""
@@ -79,8 +83,9 @@ class StateStore(Protocol):
     def demote(self, parent: bytes, tail: bytes) -> None:
         """A checkpoint was superseded or is no longer pinned."""
 
-    def read(self, ref: PageRef | StateRef, into: Buffers) -> Reading:
-        """Begin to read all of a page or checkpoint. ``into`` must stay as it is until the reading is done."""
+    def read_parts(self, parts: Sequence[Part]) -> Sequence[Reading]:
+        """Begin to read components of pages and checkpoints, about in this order. The buffers must stay as they are
+        until their reading is done."""
 
     def hold(self, refs: Sequence[PageRef | StateRef]) -> None:
         """Keep these until they are released."""
