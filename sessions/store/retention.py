@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -58,8 +58,9 @@ def victims(items: Sequence[Item], need: int) -> list[int]:
     return chosen
 
 
-def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool) -> list[Item]:
-    """The entries as items. A page needs its parent; a checkpoint needs the page that holds its last token."""
+def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool, kept: Set[Entry] = frozenset()) -> list[Item]:
+    """The entries as items. A page needs its parent; a checkpoint, or where a session ends, needs the page that holds
+    its last token; an end goes with its page. ``kept`` stay."""
     number = {entry.key: at for at, entry in enumerate(entries) if entry.key is not None}
     pages: dict[bytes, list[int]] = {}
     sessions: dict[str, list[Entry]] = {}
@@ -84,17 +85,21 @@ def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool) -> list[Item
             anchored.add(before)
         needs.append(before)
     used_by_child = set(needs)
+    values = [
+        value(
+            entry,
+            now,
+            gaps.get(entry, len(entry.tokens) // 4),
+            useless=recurrent and entry.shape is not Shape.STATE and at not in used_by_child,
+        )
+        for at, entry in enumerate(entries)
+    ]
     return [
         Item(
             size=entry.length,
-            value=value(
-                entry,
-                now,
-                gaps.get(entry, len(entry.tokens) // 4),
-                useless=recurrent and entry.shape is not Shape.STATE and at not in used_by_child,
-            ),
+            value=values[at] if not entry.end else values[needs[at]] if needs[at] >= 0 else 0.0,
             before=needs[at],
-            keep=entry.holds > 0 or (entry.pinned and now - entry.used < ACTIVE),
+            keep=entry in kept or entry.holds > 0 or (entry.pinned and now - entry.used < ACTIVE),
         )
         for at, entry in enumerate(entries)
     ]

@@ -162,13 +162,14 @@ class Segments:
         if segment is not None:
             segment.live -= length
 
-    def erase(self, place: Place, length: int) -> None:
-        """Overwrite an extent; not durable before ``sync``. Raises OSError."""
-        segment = self.all[place.segment]
-        self._unsynced.add(segment)
-        for start in range(0, length, _WINDOW):
-            zeros = bytes(min(_WINDOW, length - start))
-            self._files.write(segment.descriptor, [zeros], place.block * BLOCK + start)
+    def blank(self, segment: Segment, start: int, end: int) -> None:
+        """Overwrite what is not zero already; not durable before ``sync``. Raises OSError."""
+        for at in range(start, end, _WINDOW):
+            window = bytearray(min(_WINDOW, end - at))
+            self._files.read(segment.descriptor, [window], at)
+            if window != bytes(len(window)):
+                self._unsynced.add(segment)
+                self._files.write(segment.descriptor, [bytes(len(window))], at)
 
     def seal(self, segment: Segment) -> None:
         """Nothing is appended to it any more."""
@@ -218,14 +219,17 @@ class Segments:
         self._header(bytes(header), place)
         return header, memoryview(payload)
 
-    def scan(self, segment: Segment, start: int = BLOCK) -> Iterator[Header]:
-        """Headers of the extents from ``start`` on that are whole; damaged stretches are skipped. Raises OSError."""
-        at = max(start, BLOCK)
-        while at + BLOCK <= segment.size:
+    def scan(self, segment: Segment, start: int = BLOCK, end: int | None = None) -> Iterator[Header]:
+        """Headers of the extents from ``start`` on, and up to ``end``, that are whole; damaged stretches are skipped.
+        Raises OSError."""
+        at, end = max(start, BLOCK), segment.size if end is None else end
+        while at + BLOCK <= end:
             header = self._header_at(segment, at)
             if header is None:
                 at = self._next_magic(segment, at + BLOCK)
                 continue
+            if at + len(header.raw) + header.size > end:
+                return
             yield header
             at += header.length
 
