@@ -145,7 +145,7 @@ class Memory:
         copied = plan.partial if isinstance(plan.partial, Node) else None
         if copied is not None:
             self.pool.hold(copied.page)
-            self._use(copied, lease)
+            self._use(copied, lease, copied=True)
         if self.behind.store is not None and plan.reads:
             lease.restore = Restore(self.behind.store, plan, self._groups if layered else WHOLE)
         if not self.grow(lease, plan.position):
@@ -228,7 +228,7 @@ class Memory:
             at = len(lease.nodes)
             parent = self._parent(lease, at)
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
-            node = self.index.put(parent, page, lease.table[at], lease.side)
+            node = self.index.put(parent, page, lease.table[at], lease.side, lease.session)
             if node is None:
                 lease.sealed = False
                 return
@@ -332,6 +332,8 @@ class Memory:
                 if not one.saved:
                     self.behind.page(one)
                 self.behind.must_keep(one)
+            if node is not None and not self.recurrent:
+                self.behind.end(node, fed, lease.session)
         nodes = [*lease.nodes]
         self._let_go(lease)
         if tip is None:
@@ -364,8 +366,8 @@ class Memory:
                 pass
 
     def forget(self, session: str | None) -> None:
-        """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and, on a
-        recurrent model, the pages that nothing can be resumed from without them."""
+        """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and pages and,
+        on a recurrent model, all pages that nothing can be resumed from without them."""
         forgotten = [one for one in self.checkpoints.all if session in (None, one.session)]
         self.behind.cancel(forgotten)
         if session is None:
@@ -377,6 +379,8 @@ class Memory:
             self.checkpoints.remove(checkpoint)
         if self.recurrent:
             self.index.clear(useless=True)
+        else:
+            self.index.clear(session=session)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -409,7 +413,8 @@ class Memory:
             node = lease.nodes[at]
         elif lease.sealed and at == len(lease.nodes):
             parent = self._parent(lease, at)
-            found = self.index.put(parent, encode(tokens[PAGE * at : position]), lease.table[at], lease.side)
+            page = encode(tokens[PAGE * at : position])
+            found = self.index.put(parent, page, lease.table[at], lease.side, lease.session)
             if found is None:
                 return None
             node = found
@@ -419,9 +424,9 @@ class Memory:
             self._remember_checkpoint(lease, tokens, position)
         return node
 
-    def _use(self, node: Node, lease: Lease) -> None:
-        """A sequence goes on from a page."""
-        self.index.touch(node, lease.side)
+    def _use(self, node: Node, lease: Lease, *, copied: bool = False) -> None:
+        """A sequence goes on from a page, or from a copy of its beginning."""
+        self.index.touch(node, lease.side, None if copied else lease.session)
         if node.background and not lease.background:
             node.background = False
             self._counts["background_hit_tokens"] += len(node.tokens) // 4

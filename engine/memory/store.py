@@ -71,8 +71,13 @@ class StateStore(Protocol):
     def states(self, parent: bytes, rest: bytes) -> Sequence[StateRef]:
         """Checkpoints after ``parent`` whose tail ``rest`` begins with."""
 
-    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+    def put_page(
+        self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int, session: str = "",
+    ) -> None:  # fmt: skip
         """Copy a page, which ends after ``position`` tokens; one that is known is ignored. ``key`` None: partial."""
+
+    def put_end(self, parent: bytes, tail: bytes, *, position: int, session: str) -> None:
+        """Where there are no checkpoints: a session needs all pages before this."""
 
     def put_state(
         self, parent: bytes, tail: bytes, data: Buffers, *,
@@ -106,8 +111,8 @@ class StateStore(Protocol):
         """Retention and garbage collection now. May be called from any thread."""
 
     def forget(self, session: str | None) -> int:
-        """Forget a session's checkpoints and the pages that only they need, or everything; how many extents that
-        were. May be called from any thread."""
+        """Forget what only a session needs, or everything, and overwrite it; how many extents that were. Takes as long
+        as that, and may be called from any thread."""
 
     def pin(self, session: str, pinned: bool) -> int:
         """Keep what a session has for good, or no longer; how many checkpoints it has."""

@@ -75,6 +75,7 @@ class FakeStore:
     by_key: dict[bytes, Extent] = field(default_factory=dict)
     after: dict[bytes, list[Extent]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    ends: dict[str, int] = field(default_factory=dict)
     delay: int = 0
     full: bool = False
     stubborn: bool = False
@@ -110,13 +111,18 @@ class FakeStore:
     def states(self, parent: bytes, rest: bytes) -> Sequence[Extent]:
         return [one for one in self.after.get(parent, ()) if one.state and rest.startswith(one.tokens)]
 
-    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+    def put_page(
+        self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int, session: str = ""
+    ) -> None:
         if self.full or (key in self.by_key if key is not None else self._covered(parent, tokens)):
             return
         for one in self.partial(parent, tokens):
             if one.key is None and not one.holds and tokens.startswith(one.tokens):
                 self.remove(one)
-        self._add(Extent(parent, key, tokens, [bytes(part) for part in data], position))
+        self._add(Extent(parent, key, tokens, [bytes(part) for part in data], position, session=session))
+
+    def put_end(self, parent: bytes, tail: bytes, *, position: int, session: str) -> None:
+        self.ends[session] = position
 
     def put_state(
         self, parent: bytes, tail: bytes, data: Buffers, *,
