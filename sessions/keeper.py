@@ -79,9 +79,14 @@ class Keeper:
                 pinned=session.pinned,
             )
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Session, *, erase: bool = False) -> None:
+        """``erase``: because a person wants that, without a trace."""
         if self._persist is not None:
-            self._persist.drop(self._group(session))
+            self._persist.drop(self._group(session), erase=erase)
+
+    def flush(self, timeout: float) -> bool:
+        """Whether everything is on disk, or off it, within so many seconds. In any thread."""
+        return self._persist.flush(timeout) if self._persist is not None else True
 
     def forget_all(self) -> int:
         """Whatever is kept, and whose; how many sessions that were."""

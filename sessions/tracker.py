@@ -109,14 +109,14 @@ class Sessions:
         session = self._sessions.get(id)
         if session is None or session.namespace != namespace:
             return False
-        self._drop(session)
+        self._drop(session, erase=True)
         return True
 
     def forget_all(self) -> int:
         """All sessions, of every namespace and model, and what is known about clients; how many are gone."""
         sessions = list(self._sessions.values())
         for session in sessions:
-            self._drop(session)
+            self._drop(session, erase=True)
         self._habits.clear()
         self._elsewhere.clear()
         return max(len(sessions), self._keeper.forget_all())
@@ -151,6 +151,11 @@ class Sessions:
         self._weigh(session)
         self._keeper.save_all(session)
         return session.id
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until what was remembered is on disk, and what was forgotten is off it, for so many seconds at most. In
+        any thread."""
+        return self._keeper.flush(timeout)
 
     def close(self) -> None:
         """What was not written yet is written."""
@@ -391,13 +396,13 @@ class Sessions:
                 self._dropped += 1
                 self._drop(least)
 
-    def _drop(self, session: Session) -> None:
+    def _drop(self, session: Session, *, erase: bool = False) -> None:
         del self._sessions[session.id]
         self._tokens -= self._weights.pop(session.id, 0)
         for branch in session.branches.values():
             self._lineage.forget(branch)
             self._idle.wasted(session.id, branch.name)
-        self._keeper.forget(session)
+        self._keeper.forget(session, erase=erase)
 
     def _sleep(self, session: Session) -> None:
         self._tokens -= self._weights.pop(session.id, 0)

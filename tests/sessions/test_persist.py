@@ -153,6 +153,32 @@ def test_a_conversation_of_another_tokenizer_is_known_and_a_new_one_is_not(
     assert again.report.cause == "first_request"
 
 
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_no_file_has_a_token_of_a_session_that_was_forgotten(
+    worlds: Any, opened: Open, tmp_path: Path, all_of_it: bool
+) -> None:
+    def found() -> bool:
+        files = [path for path in (tmp_path / "sessions").rglob("*") if path.is_file()]
+        return any(piece in path.read_bytes() for path in files for piece in (b"xylophone", b"marimba"))
+
+    persist = opened()
+    world = worlds(persist=persist)
+    agent = world.claude().user("xylophone " * 50)
+    for number in range(5):
+        agent.say(Thinking(f"marimba {number} " * 30), call(f"xylophone {number}"))
+        agent.outputs("xylophone")
+        assert persist.flush(10)
+    other = world.chat().user("Something else.")
+    other.say(Text("Yes."))
+    assert persist.flush(10) and found()
+    session = next(one.id for one in world.sessions.list() if one.harness == "claude-code")
+    assert world.sessions.forget_all() if all_of_it else world.sessions.forget(session)
+    assert world.sessions.flush(10) and not found()
+    again = restarted(worlds, world, other, opened())
+    assert len(again.sessions.list()) == (0 if all_of_it else 1)
+    assert (other.user("Go on.").ask(Text("No.")).report.cause == "first_request") == all_of_it
+
+
 def test_a_family_is_known_by_its_tokenizer_and_template(families: Any) -> None:
     one, same, other = families["qwen3_xml"](), families["qwen3_xml"](), families["hermes"]()
     assert one.identity == same.identity != other.identity
