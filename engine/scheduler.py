@@ -35,9 +35,8 @@ from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.models.model import Progress
 from engine.refusal import refuse
-from engine.runner import Rows
 from engine.sampling import Logits, check_scores
-from engine.sequence import AHEAD, BRANCH, TIP, Sequence
+from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +44,6 @@ Observer = Callable[[str, int, Logits], None]
 """Told (request id, position, logits [vocab]) of every token before it is sampled."""
 
 _COUNTERS = ("restored_unused", "failed_restores", "overlapped_restores", "background_tokens")
-Snapshot = tuple[int, int, Want]
-"""A checkpoint to take in a forward: position, slot, what it is for."""
 
 
 class Scheduler:
@@ -111,8 +108,11 @@ class Scheduler:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
         while idle, too: what has settled goes to the store."""
         self.memory.tick(self._clock())
+        if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
+            for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
+                self._preempt(sequence)
         self._take_restored()
-        self._admit()
+        self._admit(foreground)
         if not (self._outbox or self._forward() or self._overlap()):
             self._wait_for_reads()
         replies, self._outbox = self._outbox, []
@@ -151,13 +151,9 @@ class Scheduler:
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _admit(self) -> None:
+    def _admit(self, foreground: bool) -> None:
         """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
         any other that does not fit yet is waited for. Background requests run while there is no other."""
-        foreground = any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting))
-        if foreground:
-            for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
-                self._preempt(sequence)
         for sequence in list(self._waiting):
             if len(self._running) + len(self._restoring) >= self._config.max_sequences:
                 return
@@ -280,7 +276,7 @@ class Scheduler:
         if not shares:
             return False
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
-        parts = [_rows(*share, taken) for share, taken in zip(shares, snapshots, strict=True)]
+        parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         logits = iter(self._runner.forward(parts).numpy())
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
@@ -318,7 +314,7 @@ class Scheduler:
         wait = self.memory.overlap(lease)
         taken = self._take_snapshots(sequence, count)
         try:
-            logits = self._runner.forward([_rows(sequence, count, taken)], wait)
+            logits = self._runner.forward([sequence.rows(count, taken)], wait)
         except RestoreFailed:
             for _, slot, _ in taken:
                 self.memory.give_back(slot)
@@ -485,15 +481,3 @@ class Scheduler:
             sequence.kept.add(sequence.fed)
         sequence.lease = None
         self._running.remove(sequence)
-
-
-def _rows(sequence: Sequence, count: int, taken: list[Snapshot]) -> Rows:
-    lease, fed = sequence.leased, sequence.fed
-    return Rows(
-        sequence.tokens[fed : fed + count],
-        fed,
-        lease.table,
-        lease.slot,
-        [(position - fed, slot) for position, slot, _ in taken],
-        logits=count == sequence.remaining,
-    )

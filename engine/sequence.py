@@ -10,6 +10,7 @@ from engine.memory.keys import encode
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
+from engine.runner import Rows
 from engine.sampling import Sampler
 
 TIP = Want("tip", 60.0, tip=True)
@@ -18,6 +19,8 @@ AHEAD = Want("ahead", 60.0)
 """What a background request computed: a coming prompt may go on here."""
 BRANCH = Want("branch", 40.0)
 """Where a prompt left what was computed before: others may leave it there too."""
+Snapshot = tuple[int, int, Want]
+"""A checkpoint to take in a forward: position, slot, what it is for."""
 
 
 @dataclass(eq=False)
@@ -96,6 +99,12 @@ class Sequence:
     @property
     def decode_seconds(self) -> float:
         return time.monotonic() - self.prefilled if self.prefilled else 0.0
+
+    def rows(self, count: int, taken: list[Snapshot]) -> Rows:
+        """The next ``count`` tokens to feed."""
+        lease, fed = self.leased, self.fed
+        snapshots = [(position - fed, slot) for position, slot, _ in taken]
+        return Rows(self.tokens[fed : fed + count], fed, lease.table, lease.slot, snapshots, count == self.remaining)
 
     def place(self, plan: Plan, grid: int) -> None:
         """It goes on at the plan's position: choose what to keep in prefill."""

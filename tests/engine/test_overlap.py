@@ -175,6 +175,18 @@ def test_a_step_that_is_given_up_leaves_nothing(tiny: Callable[..., Path], arch:
     check(bench, store)
 
 
+def test_others_go_on_from_the_checkpoint_as_it_was_read(tiny: Callable[..., Path]) -> None:
+    """Not from what the sequence it was read for has made of it."""
+    directory = tiny("qwen3_5_moe", layers=LAYERS)
+    store, tokens, _ = slow(directory)
+    bench = Bench(directory, store)
+    bench.ask(tokens, SHORT, session="s")
+    other = [*tokens[:300], *prompt(8, 30)]
+    outcome = bench.ask(other, SHORT, session="t")
+    assert outcome.reuse.device == 300 and same_bits(outcome.logits, Bench(directory).ask(other, SHORT).logits)
+    check(bench, store)
+
+
 def test_a_state_with_a_number_that_is_none(tiny: Callable[..., Path]) -> None:
     directory = tiny("qwen3_5_moe", layers=LAYERS)
     for component in range(12):
