@@ -113,7 +113,9 @@ class Scheduler:
                 self._preempt(sequence)
         self._take_restored()
         self._admit(foreground)
-        if not (self._outbox or self._forward() or self._overlap()):
+        # What was just read for a background request is built on at once: in the next step it may have to give way.
+        replied = self._outbox and not any(one.unused and one.request.background for one in self._running)
+        if not (replied or self._forward() or self._overlap()):
             self._wait_for_reads()
         replies, self._outbox = self._outbox, []
         return replies
