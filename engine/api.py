@@ -12,7 +12,7 @@ PAGE = 64
 """Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-WorkerCause = Literal["none", "no_anchor", "evicted", "corrupt"]
+WorkerCause = Literal["none", "no_anchor", "evicted", "worker_restart", "corrupt"]
 ErrorKind = Literal["context_length", "invalid", "overloaded", "worker_lost", "internal"]
 
 
@@ -90,8 +90,8 @@ class Reuse:
     ``resumed`` tokens (device + host + disk: where their pages were) were restored; ``replayed`` were computed before
     and had to be computed again; ``new`` lie past the divergence. ``cause`` is why replayed > 0, as far as the worker
     can know: ``none`` (nothing replayed), ``no_anchor`` (no checkpoint near enough), ``evicted`` (there was one),
-    ``corrupt`` (something was read for this request, and wrong), ``fingerprint`` (the session has state, of another
-    model or arithmetic).
+    ``worker_restart`` (a worker before this one computed them: there are its pages, and no checkpoint near enough),
+    ``corrupt`` (something was read for this request, and wrong).
     """
 
     device: int

@@ -15,6 +15,7 @@ from engine.layers.loader import Loader
 from engine.layers.ops import Ops
 from engine.layers.reference import ReferenceOps
 from engine.memory.memory import Memory
+from engine.memory.restore import layer_groups
 from engine.memory.store import StateStore
 from engine.models.fields import MOST_CONTEXT, read_config
 from engine.models.model import Progress
@@ -83,6 +84,7 @@ def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore 
         checkpoints=checkpoints,
         recurrent=bool(manifest.recurrent),
         store=store,
+        groups=layer_groups(manifest.page_layers, manifest.state_layers),
     )
     info = ModelInfo(
         path=str(directory),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.api import PAGE
 from engine.layers.ops import Batch, Ops
-from engine.models.model import Cache, Model
+from engine.memory.restore import ALL
+from engine.models.model import Cache, Model, Wait, all_there
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Runner:
         self._state_size = manifest.state_components
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Rows]) -> Tensor:
-        """float32 logits [m, vocab]: of the last row of each part that wants them, in order."""
-        return self.model.forward(make_batch(parts), self.cache)
+    def forward(self, parts: Sequence[Rows], wait: Wait = all_there) -> Tensor:
+        """float32 logits [m, vocab]: of the last row of each part that wants them, in order. Raises what ``wait``
+        does."""
+        return self.model.forward(make_batch(parts), replace(self.cache, wait=wait))
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:
@@ -61,8 +63,8 @@ class Runner:
             pages[target] = pages[source]
 
     @torch.inference_mode()
-    def copy_state(self, source: int, target: int) -> None:
-        for state in self.cache.states:
+    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None:
+        for state in self.cache.states[parts]:
             self._ops.copy_state(state, source, target)
 
     @torch.inference_mode()
@@ -71,8 +73,8 @@ class Runner:
         return all(_finite(pages[page, :tokens]) for pages in (*self.cache.keys, *self.cache.values))
 
     @torch.inference_mode()
-    def state_finite(self, slot: int) -> bool:
-        return all(_finite(state[slot]) for state in self.cache.states)
+    def state_finite(self, slot: int, parts: slice = ALL) -> bool:
+        return all(_finite(state[slot]) for state in self.cache.states[parts])
 
     def page_bytes(self, page: int, tokens: int) -> list[memoryview]:
         """The first tokens of a page in place: keys, then values, of each attention layer."""

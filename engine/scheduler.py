@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -26,24 +26,25 @@ from engine.api import (
     Reply,
     Request,
     Stats,
-    TokenLogprob,
     Tokens,
 )
 from engine.grammar import Grammars, Vocabulary
 from engine.loading import Engine, OpenStore, load_engine
 from engine.memory.keys import common_tokens
-from engine.memory.memory import Lease
+from engine.memory.restore import RestoreFailed
 from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.models.model import Progress
-from engine.runner import Rows
+from engine.refusal import refuse
 from engine.sampling import Logits, check_scores
-from engine.sequence import AHEAD, BRANCH, TIP, Sequence
+from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
 
 _log = logging.getLogger(__name__)
 
 Observer = Callable[[str, int, Logits], None]
 """Told (request id, position, logits [vocab]) of every token before it is sampled."""
+
+_COUNTERS = ("restored_unused", "failed_restores", "overlapped_restores", "background_tokens")
 
 
 class Scheduler:
@@ -71,7 +72,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[Reply] = []
         self._order = 0
-        self._counts: Counter[str] = Counter(restored_unused=0, failed_restores=0, background_tokens=0)
+        self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
 
     @classmethod
     def load(
@@ -93,8 +94,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request; its replies come out of ``step``. An impossible one yields Failed there."""
         self._counts["requests"] += 1
-        failure = self._refuse(request)
-        if failure is not None:
+        waiting = sum(one.request.background == request.background for one in self._waiting)
+        if (
+            failure := refuse(request, self.info, waiting, self._config.queue, grammars=self._grammars is not None)
+        ) is not None:
             self._counts["failed"] += 1
             self._outbox.append(failure)
             return
@@ -113,9 +116,14 @@ class Scheduler:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
         while idle, too: what has settled goes to the store."""
         self.memory.tick(self._clock())
+        if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
+            for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
+                self._preempt(sequence)
         self._take_restored()
-        self._admit()
-        if not (self._outbox or self._forward()):
+        self._admit(foreground)
+        # What was just read for a background request is built on at once: in the next step it may have to give way.
+        replied = self._outbox and not any(one.unused and one.request.background for one in self._running)
+        if not (replied or self._forward() or self._overlap()):
             self._wait_for_reads()
         replies, self._outbox = self._outbox, []
         return replies
@@ -153,37 +161,11 @@ class Scheduler:
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _refuse(self, request: Request) -> Failed | None:
-        count, sampling = len(request.tokens), request.sampling
-        tokens = (*request.tokens, *(sampling.forced or ()), *(token for token, _ in sampling.logit_bias))
-        limit = self.info.context_length
-        if not request.tokens:
-            return Failed(request.id, "invalid", "the prompt is empty")
-        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
-            message = f"token ids must be in [0, {self.info.vocab_size})"
-            return Failed(request.id, "invalid", message, self.info.vocab_size)
-        if sampling.constraint is not None and self._grammars is None:
-            return Failed(request.id, "invalid", "this engine has no vocabulary to follow a grammar with")
-        if sampling.max_tokens < 0:
-            return Failed(request.id, "invalid", "max_tokens is negative")
-        if count >= limit:
-            message = f"the prompt has {count} tokens, the context is {limit} with at least one to generate"
-            return Failed(request.id, "context_length", message, limit)
-        waiting = sum(one.request.background == request.background for one in self._waiting)
-        if waiting >= self._config.queue:
-            message = f"{waiting} requests are waiting already"
-            return Failed(request.id, "overloaded", message, self._config.queue)
-        return None
-
-    def _admit(self) -> None:
+    def _admit(self, foreground: bool) -> None:
         """Admit in order of arrival. Who waits for another's prefill, and a side request without room, is passed by;
         any other that does not fit yet is waited for. Background requests run while there is no other."""
         for sequence in [one for one in self._waiting if one.failure]:
             self._fail(sequence, sequence.failure, "invalid")
-        foreground = any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting))
-        if foreground:
-            for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
-                self._preempt(sequence)
         for sequence in list(self._waiting):
             if len(self._running) + len(self._restoring) >= self._config.max_sequences:
                 return
@@ -209,10 +191,12 @@ class Scheduler:
                     continue
             self._waiting.remove(sequence)
             sequence.lease = self.memory.open(
-                plan, request.session, side=request.side, background=request.background, last_resort=not fits
-            )
+                plan, request.session, side=request.side, background=request.background, last_resort=not fits,
+                layered=not (self._running or request.background),
+            )  # fmt: skip
             sequence.started = sequence.started or time.monotonic()
             if sequence.lease.restore is None:
+                sequence.place(plan, self._grid)
                 self._start(sequence, plan)
             else:
                 self._waste(sequence)
@@ -238,15 +222,11 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, plan: Plan) -> None:
         """Everything up to the plan's position is there."""
-        request, lease = sequence.request, _leased(sequence)
-        sequence.fed, sequence.reach = plan.position, None
-        sequence.plan_checkpoints(plan.position, plan.reuse.divergence, self._grid)
+        request, lease = sequence.request, sequence.leased
         released = self.memory.unpin(lease, sequence.tokens)
         for anchor in request.anchors:
-            position, want = (
-                anchor.position // self._grid * self._grid,
-                Want(anchor.kind, anchor.priority, anchor.pinned),
-            )
+            position = anchor.position // self._grid * self._grid
+            want = Want(anchor.kind, anchor.priority, anchor.pinned)
             self.memory.renew(lease, sequence.tokens, position, want)
         self.memory.demote(released)
         self._running.append(sequence)
@@ -265,21 +245,28 @@ class Scheduler:
     # ── restores ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_restored(self) -> None:
-        """Start the sequences whose reads have ended; where something was wrong, plan again without it."""
+        """Start the sequences whose reads have ended."""
         for sequence in list(self._restoring):
-            lease, plan = _leased(sequence), sequence.plan
-            if plan is None or lease.restore is None or not lease.restore.poll():
-                continue
-            self._restoring.remove(sequence)
-            size, sequence.plan = lease.restore.size, None
-            sequence.reach = self.memory.restored(lease, sequence.tokens)
-            if sequence.reach is None:
-                sequence.unused = size
+            restore = sequence.leased.restore
+            if restore and restore.poll() and (plan := self._restored(sequence)) is not None:
+                sequence.place(plan, self._grid)
                 self._start(sequence, plan)
-            else:
-                self._counts["failed_restores"] += 1
-                sequence.corrupt, sequence.lease = True, None
-                self._waiting.appendleft(sequence)
+
+    def _restored(self, sequence: Sequence) -> Plan | None:
+        """A sequence's reads have ended. Where something was wrong, it is planned again without that, and this is
+        None; else its plan."""
+        lease, plan = sequence.leased, sequence.plan
+        size = lease.restore.size if lease.restore else 0
+        self._restoring.remove(sequence)
+        sequence.plan = None
+        sequence.reach = self.memory.restored(lease, sequence.tokens)
+        if sequence.reach is None:
+            sequence.unused = size
+            return plan
+        self._counts["failed_restores"] += 1
+        sequence.corrupt, sequence.lease = True, None
+        self._waiting.appendleft(sequence)
+        return None
 
     def _waste(self, sequence: Sequence) -> None:
         """What was read for it is of no use to it."""
@@ -288,7 +275,7 @@ class Scheduler:
 
     def _wait_for_reads(self) -> None:
         """Nothing can be computed before more was read, or a grammar is there."""
-        for lease in (*(_leased(one) for one in self._restoring), *self.memory.draining):
+        for lease in (*(one.leased for one in self._restoring), *self.memory.draining):
             if lease.restore is not None:
                 lease.restore.wait()
                 return
@@ -303,36 +290,57 @@ class Scheduler:
         shares = self._share_rows()
         if not shares:
             return False
-        parts: list[Rows] = []
-        snapshots: list[list[tuple[int, int, Want]]] = []
-        for sequence, count in shares:
-            taken = self._take_snapshots(sequence, count)
-            snapshots.append(taken)
-            lease = _leased(sequence)
-            parts.append(
-                Rows(
-                    sequence.tokens[sequence.fed : sequence.fed + count],
-                    sequence.fed,
-                    lease.table,
-                    lease.slot,
-                    [(position - sequence.fed, slot) for position, slot, _ in taken],
-                    logits=count == sequence.remaining,
-                )
-            )
-        rows = iter(self._runner.forward(parts).numpy())
+        snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
+        parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
+        logits = iter(self._runner.forward(parts).numpy())
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
-            self._counts["decoded_tokens" if sequence.decoding else "prefilled_tokens"] += count
-            if sequence.request.background:
-                self._counts["background_tokens"] += count
-            sequence.fed += count
-            sequence.unused = 0
-            self.memory.advance(_leased(sequence), sequence.tokens, sequence.fed)
-            for position, slot, want in taken:
-                if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
-                    sequence.kept.add(position)
-            if sequence.remaining == 0:
-                self._sample(sequence, next(rows))
+            self._fed(sequence, count, taken, logits)
+        return True
+
+    def _fed(self, sequence: Sequence, count: int, taken: list[Snapshot], logits: Iterator[Logits]) -> None:
+        """A forward has fed ``count`` tokens more."""
+        self._counts["decoded_tokens" if sequence.decoding else "prefilled_tokens"] += count
+        if sequence.request.background:
+            self._counts["background_tokens"] += count
+        sequence.fed += count
+        sequence.unused = 0
+        self.memory.advance(sequence.leased, sequence.tokens, sequence.fed)
+        for position, slot, want in taken:
+            if self.memory.capture(sequence.leased, sequence.tokens, position, slot, want):
+                sequence.kept.add(position)
+        if sequence.remaining == 0:
+            self._sample(sequence, next(logits))
+
+    def _overlap(self) -> bool:
+        """Feed the first chunk of a sequence that is still being restored, alone, each layer as soon as its part was
+        read. Only when nothing else can be computed, for others would have to wait for the store, too, and not for a
+        background request, which gives way at once. False if there is none, or if what was read turned out wrong;
+        then nothing of it has happened."""
+        going = (one for one in self._restoring if not one.request.background and one.leased.right)
+        sequence = None if self._running else next(going, None)
+        if sequence is None or sequence.plan is None:
+            return False
+        lease, plan, kept = sequence.leased, sequence.plan, set(sequence.kept)
+        count = min(len(sequence.tokens) - plan.position, self._config.chunk_tokens)
+        if not self.memory.grow(lease, plan.position + count):
+            return False
+        sequence.place(plan, self._grid)
+        wait = self.memory.overlap(lease)
+        taken = self._take_snapshots(sequence, count)
+        try:
+            logits = self._runner.forward([sequence.rows(count, taken)], wait)
+        except RestoreFailed:
+            for _, slot, _ in taken:
+                self.memory.give_back(slot)
+            sequence.unplace(kept)
+            return False
+        if lease.restore is None or not lease.restore.poll() or self._restored(sequence) is None:
+            raise RuntimeError("a forward went on from what had not been read")
+        self._counts["steps"] += 1
+        self._counts["overlapped_restores"] += 1
+        self._start(sequence, plan)
+        self._fed(sequence, count, taken, iter(logits.numpy()))
         return True
 
     def _share_rows(self) -> list[tuple[Sequence, int]]:
@@ -355,14 +363,14 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` tokens; False if the sequence itself had to stop, or has to wait for those that are
         reading and cannot give way yet."""
-        while not self.memory.grow(_leased(sequence), tokens):
+        while not self.memory.grow(sequence.leased, tokens):
             modest = sequence.request.side or sequence.request.background
             if len(self._running) > 1:
                 self._preempt(sequence if modest else self._running[-1])
             elif self._restoring or self.memory.draining:
                 return False
-            elif sequence.request.side and not _leased(sequence).last_resort:
-                _leased(sequence).last_resort = True
+            elif sequence.request.side and not sequence.leased.last_resort:
+                sequence.leased.last_resort = True
             elif len(sequence.tokens) > sequence.prompt:
                 self._finish(sequence, "length")
             else:
@@ -371,12 +379,12 @@ class Scheduler:
                 return False
         return True
 
-    def _take_snapshots(self, sequence: Sequence, count: int) -> list[tuple[int, int, Want]]:
-        """(position, slot, want) of the checkpoints to take within the next ``count`` tokens."""
-        taken: list[tuple[int, int, Want]] = []
+    def _take_snapshots(self, sequence: Sequence, count: int) -> list[Snapshot]:
+        """The checkpoints to take within the next ``count`` tokens."""
+        taken: list[Snapshot] = []
         for position in sorted(one for one in sequence.wanted if one <= sequence.fed + count):
             want = sequence.wanted.pop(position)
-            slot = self.memory.reserve_slot(_leased(sequence), want)
+            slot = self.memory.reserve_slot(sequence.leased, want)
             if slot is not None:
                 taken.append((position, slot, want))
             elif not self.memory.recurrent:
@@ -400,8 +408,7 @@ class Scheduler:
             self._fail(sequence, f"sampling failed: {error!r}", "internal")
             return
         sequence.tokens.append(token)
-        logprobs: tuple[TokenLogprob, ...] = () if logprob is None else (logprob,)
-        self._outbox.append(Tokens(request.id, (token,), logprobs))
+        self._outbox.append(Tokens(request.id, (token,), () if logprob is None else (logprob,)))
         self._watch(sequence)
         reason = sequence.ended(token)
         if reason is not None:
@@ -432,7 +439,7 @@ class Scheduler:
         """Copy the live state, which is that at ``position``, aside."""
         if position in sequence.begun:
             return
-        lease = _leased(sequence)
+        lease = sequence.leased
         slot = self.memory.reserve_slot(lease, want)
         if slot is not None:
             self._runner.copy_state(lease.slot, slot)
@@ -444,7 +451,7 @@ class Scheduler:
             sequence.kept.add(position)
             return
         slot = sequence.begun.pop(position)
-        if self.memory.capture(_leased(sequence), sequence.tokens, position, slot, want):
+        if self.memory.capture(sequence.leased, sequence.tokens, position, slot, want):
             sequence.kept.add(position)
 
     # ── endings ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -489,9 +496,3 @@ class Scheduler:
             sequence.kept.add(sequence.fed)
         sequence.lease = None
         self._running.remove(sequence)
-
-
-def _leased(sequence: Sequence) -> Lease:
-    if sequence.lease is None:
-        raise RuntimeError("a sequence without memory cannot run")
-    return sequence.lease

@@ -11,6 +11,7 @@ from engine.memory.keys import encode
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
+from engine.runner import Rows
 from engine.sampling import Sampler
 
 TIP = Want("tip", 60.0, tip=True)
@@ -19,6 +20,8 @@ AHEAD = Want("ahead", 60.0)
 """What a background request computed: a coming prompt may go on here."""
 BRANCH = Want("branch", 40.0)
 """Where a prompt left what was computed before: others may leave it there too."""
+Snapshot = tuple[int, int, Want]
+"""A checkpoint to take in a forward: position, slot, what it is for."""
 
 
 @dataclass(eq=False)
@@ -65,6 +68,13 @@ class Sequence:
         return len(self.request.tokens)
 
     @property
+    def leased(self) -> Lease:
+        """What it has while it runs or is restored."""
+        if self.lease is None:
+            raise RuntimeError("a sequence without memory cannot run")
+        return self.lease
+
+    @property
     def encoded(self) -> bytes:
         """All tokens, as page keys take them."""
         if len(self._encoded) < 4 * len(self.tokens):
@@ -99,6 +109,22 @@ class Sequence:
     @property
     def decode_seconds(self) -> float:
         return time.monotonic() - self.prefilled if self.prefilled else 0.0
+
+    def rows(self, count: int, taken: list[Snapshot]) -> Rows:
+        """The next ``count`` tokens to feed."""
+        lease, fed = self.leased, self.fed
+        snapshots = [(position - fed, slot) for position, slot, _ in taken]
+        return Rows(self.tokens[fed : fed + count], fed, lease.table, lease.slot, snapshots, count == self.remaining)
+
+    def place(self, plan: Plan, grid: int) -> None:
+        """It goes on at the plan's position: choose what to keep in prefill."""
+        self.fed, self.reach = plan.position, None
+        self.plan_checkpoints(plan.position, plan.reuse.divergence, grid)
+
+    def unplace(self, kept: set[int]) -> None:
+        """It does not, after all; ``kept``: the checkpoints it had before."""
+        self.fed, self.kept = 0, kept
+        self.wanted.clear()
 
     def plan_checkpoints(self, resumed: int, divergence: int, grid: int) -> None:
         """Choose what to keep in prefill: anchors, moved down to the grid, and where the prompt diverged."""

@@ -107,7 +107,7 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
 async def _start(
     state: ServerState, info: ModelInfo, meta: RequestMeta, conversation: Conversation, options: Options
 ) -> Generation:
-    visit = state.sessions.begin(meta, conversation, info.incarnation)
+    visit = state.sessions.begin(meta, conversation, info.incarnation, info.fingerprint)
     state.idle.interrupt(visit.session_id)
     prompt = await render(state, visit.conversation, options.thinking, options.effort)
     calls = options.demand.calls != "none" and bool(conversation.tools or options.described_tools)

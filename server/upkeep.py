@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,9 @@ from server.errors import ApiError
 from server.state import ServerState
 from sessions.archive import ArchiveError
 
+_ERASING_SECONDS = 60.0
+"""How long a person waits until what was forgotten is overwritten; it goes on without them."""
+
 
 async def forget(state: ServerState, request: Request) -> Response:
     """A session goes, with what the engine and its store have of it alone. Without a worker nothing is forgotten."""
@@ -25,6 +29,7 @@ async def forget(state: ServerState, request: Request) -> Response:
         reply = await _ask(state, "store_forget", session=session)
         forgotten = float(reply.values.get("forgotten", 0))
     state.sessions.forget(session, request.state.namespace)
+    await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     return Json({"id": session, "deleted": True, "forgotten": forgotten})
 
 
@@ -81,6 +86,7 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
         raise ApiError("forbidden", "several API keys share the store: forget sessions one by one")
     reply = await _store(state, "store_forget")
     sessions = state.sessions.forget_all()
+    await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     await _store(state, "store_gc")
     return Json({**reply.values, "sessions": sessions})
 

@@ -29,6 +29,7 @@ Cause = Literal[
     "no_anchor",
     "evicted",
     "worker_restart",
+    "fingerprint",
     "corrupt",
 ]
 
@@ -39,8 +40,9 @@ GRAIN = 64
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A prompt and the conversation it was rendered from. ``tokens``: packed ids. ``exact``: per turn, whether its
-    sampled tokens were put in. ``incarnation``: the engine worker that it was sent to. ``effort``: how much thinking
-    was wanted, which some templates write in front of everything."""
+    sampled tokens were put in. ``incarnation``: the engine worker that it was sent to, ``fingerprint``: what its states
+    are good for (the weights and the arithmetic); empty where that is not known. ``effort``: how much
+    thinking was wanted, which some templates write in front of everything."""
 
     tokens: bytes
     tools: bytes
@@ -50,6 +52,7 @@ class Asked:
     exact: tuple[bool, ...]
     kind: Kind
     incarnation: str
+    fingerprint: str = ""
     effort: str = ""
 
     @property
@@ -74,7 +77,8 @@ class Reuse:
 class Facts:
     """``past`` is the earlier request of the branch, with its answer, that this one continues or else shares most with;
     ``last`` is the most recent one. ``common`` tokens are shared with ``past``, ``known`` of the prompt were computed
-    before. ``turn`` is the first turn whose content differs, None where one conversation only continues the other."""
+    before. ``turn`` is the first turn whose content differs, None where one conversation only continues the other.
+    ``elsewhere``: there is no past because this session's tokens are another tokenizer's or template's."""
 
     now: Asked
     spans: Sequence[Span]
@@ -85,6 +89,7 @@ class Facts:
     turn: int | None
     reuse: Reuse
     worker_cause: str
+    elsewhere: bool = False
 
     @property
     def append(self) -> bool:
@@ -97,11 +102,23 @@ class Facts:
         """Tokens the branch knows to be computed and the worker does not."""
         return self.known - self.reuse.resumed - self.reuse.replayed
 
+    def matters(self, lost: int) -> bool:
+        """Whether these tokens are the cause. The rest of a page is no reason to hide what else happened."""
+        return lost > (0 if self.append else GRAIN)
 
-def facts(now: Asked, spans: Sequence[Span], pasts: Sequence[Asked], reuse: Reuse, worker_cause: str) -> Facts:
+
+def facts(
+    now: Asked,
+    spans: Sequence[Span],
+    pasts: Sequence[Asked],
+    reuse: Reuse,
+    worker_cause: str,
+    *,
+    elsewhere: bool = False,
+) -> Facts:
     """``pasts`` in the order of time."""
     if not pasts:
-        return Facts(now, spans, None, None, 0, 0, None, reuse, worker_cause)
+        return Facts(now, spans, None, None, 0, 0, None, reuse, worker_cause, elsewhere)
     shared = [common_prefix(past.tokens, now.tokens) for past in pasts]
     best = max(range(len(pasts)), key=lambda index: (shared[index] >= pasts[index].length - 1, shared[index], index))
     past = pasts[best]
@@ -133,16 +150,29 @@ def _side(seen: Facts) -> Cause | None:
 def _first(seen: Facts) -> Cause | None:
     if seen.past is not None:
         return None
+    if seen.elsewhere:
+        return "fingerprint"
     return "subagent" if seen.now.kind == "subagent" else "first_request"
 
 
+def _fingerprint(seen: Facts) -> Cause | None:
+    """What was computed with other weights or another arithmetic is of no use here. Where one is not known, nobody can
+    say that it is another."""
+    if seen.past is None or seen.past.fingerprint in ("", seen.now.fingerprint):
+        return None
+    lost = seen.matters(seen.forgotten) and seen.forgotten > seen.reuse.replayed
+    return "fingerprint" if lost else None
+
+
 def _restarted(seen: Facts) -> Cause | None:
-    """A new worker is to blame for what the one before it knew and no store kept. The rest of a page is no reason to
-    hide what else happened."""
+    """A new worker is to blame for what the one before it knew and no store kept: all of it, or the checkpoints, where
+    it finds nothing but pages."""
     if seen.past is None or seen.past.incarnation == seen.now.incarnation:
         return None
-    lost = seen.forgotten > (0 if seen.append else GRAIN)
-    return "worker_restart" if lost and seen.forgotten > seen.reuse.replayed else None
+    inherited = seen.worker_cause == "worker_restart"
+    mine = 0 if inherited else seen.reuse.replayed
+    lost = max(seen.forgotten, 0) + seen.reuse.replayed - mine
+    return "worker_restart" if seen.matters(lost) and lost > mine else None
 
 
 def _appended(seen: Facts) -> Cause | None:
@@ -227,6 +257,7 @@ RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     _corrupt,
     _side,
     _first,
+    _fingerprint,
     _restarted,
     _appended,
     _compacted,

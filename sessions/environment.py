@@ -19,6 +19,7 @@ import lmdb
 from lmdb import verify
 
 from sessions.pieces import Envelope, cut, fingerprint, join
+from sessions.store.compact import remove_fresh, take_fresh, write_fresh
 from sessions.store.config import StoreKeyError
 from sessions.store.crypt import SALT, Cipher, Unreadable
 
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 GROUP = 32
 """Bytes of a group's name; the first half says whose tokens it has."""
 FORMAT = b"ft sessions 1"
+_ERASING = b"erasing"
 _HEAD = struct.Struct("<d?")
 """When a group was last used, and whether it is pinned."""
 _DAMAGE = (
@@ -53,9 +55,11 @@ class Damaged(Exception):
 
 @dataclass
 class Changes:
-    """Of one group; a value of None is deleted, ``fresh`` deletes everything that was there before."""
+    """Of one group; a value of None is deleted, ``fresh`` deletes everything that was there before, ``erase`` so that
+    no trace of it is left in the file after ``erase``."""
 
     fresh: bool = False
+    erase: bool = False
     head: bytes | None = None
     used: float = 0.0
     pinned: bool = False
@@ -87,20 +91,20 @@ class Environment:
             folder.mkdir(mode=0o700, exist_ok=True)
             folder.chmod(0o700)
             (folder / "lock.mdb").unlink(missing_ok=True)  # of an owner that is gone
+            remove_fresh(folder)
+            self._folder = folder
             self._map_bytes = max(map_bytes, 2 * data.stat().st_size if data.exists() else 0)
-            self._env = lmdb.open(
-                str(folder), map_size=self._map_bytes, mode=0o600, metasync=False, readahead=False, max_dbs=4
-            )
+            self._open()
         except _DAMAGE as error:
             raise Damaged(str(error)) from error
         except (lmdb.Error, OSError) as error:
             raise DiskFault(str(error)) from error
         try:
-            self._heads = self._env.open_db(b"heads")
-            self._values = self._env.open_db(b"values")
             self._check_key(cipher)
             self._load_ages()
             self._measure()
+            if self._erasing():
+                self.erase()
         except StoreKeyError:
             self.close()
             raise
@@ -143,8 +147,29 @@ class Environment:
             self._written.clear()  # nobody knows what is there: what is written next is written whole
             raise DiskFault(str(error)) from error
 
+    def erase(self) -> None:
+        """What was deleted is in no file any more. After a crash it is done by who opens the file next. Raises
+        lmdb.Error, OSError."""
+        with self._map:
+            write_fresh(self._env, self._folder, (b"heads", b"values", b"meta"), lambda _, key: key == _ERASING)
+            self._env.close()
+            try:
+                take_fresh(self._folder)
+            finally:
+                self._open()
+
     def close(self) -> None:
         self._env.close()
+
+    def _open(self) -> None:
+        self._env = lmdb.open(
+            str(self._folder), map_size=self._map_bytes, mode=0o600, metasync=False, readahead=False, max_dbs=4
+        )
+        self._heads, self._values = self._env.open_db(b"heads"), self._env.open_db(b"values")
+
+    def _erasing(self) -> bool:
+        with self._env.begin(db=self._env.open_db(b"meta")) as transaction:
+            return transaction.get(_ERASING) is not None
 
     def _check_key(self, cipher: Cipher | None) -> None:
         """Raises StoreKeyError; Unreadable for another format."""
@@ -174,7 +199,10 @@ class Environment:
         """False when the map is too small; nothing has changed then."""
         written: dict[bytes, list[bytes]] = {}
         try:
+            meta = self._env.open_db(b"meta")
             with self._env.begin(write=True) as transaction:
+                if any(change.erase for change in changes.values()):
+                    transaction.put(_ERASING, b"1", db=meta)
                 for group, change in changes.items():
                     if change.fresh:
                         self._delete(transaction, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 _HABITS = digest("habits of harnesses")
 """Namespace of what is known about clients, whatever the model."""
+_ELSEWHERE = 1 << 17
+"""About so many names and keys of other models' sessions are remembered, 100 bytes each."""
 
 
 class Keeper:
@@ -36,6 +39,19 @@ class Keeper:
                 yield asleep(group[len(self.identity) :].hex(), head, self._limits)
             except RecordError as error:
                 _log.warning("a remembered session was dropped: %s", error)
+
+    def elsewhere(self) -> set[bytes]:
+        """The names of sessions that have tokens of another tokenizer or template, and what their turns are found by;
+        of the most recently used."""
+        found: set[bytes] = set()
+        for group, head in reversed(self._persist.heads(b"")) if self._persist else ():
+            if len(found) >= _ELSEWHERE or group.startswith((self.identity, _HABITS)):
+                continue
+            found.add(group[len(self.identity) :])
+            with contextlib.suppress(RecordError):  # it is looked at again by those whose tokens it has
+                for branch in asleep("", head, self._limits).branches.values():
+                    found.update(branch.keys)
+        return found
 
     def wake(self, session: Session) -> None:
         """What cannot be read is as if it had never been."""
@@ -63,9 +79,14 @@ class Keeper:
                 pinned=session.pinned,
             )
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Session, *, erase: bool = False) -> None:
+        """``erase``: because a person wants that, without a trace."""
         if self._persist is not None:
-            self._persist.drop(self._group(session))
+            self._persist.drop(self._group(session), erase=erase)
+
+    def flush(self, timeout: float) -> bool:
+        """Whether everything is on disk, or off it, within so many seconds. In any thread."""
+        return self._persist.flush(timeout) if self._persist is not None else True
 
     def forget_all(self) -> int:
         """Whatever is kept, and whose; how many sessions that were."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
 
+import lmdb
+
 from sessions.environment import Changes, Damaged, DiskFault, Environment
 from sessions.store.config import DAY, StoreError
 from sessions.store.files import Files
@@ -89,11 +91,12 @@ class Persist:
             waiting.values.update(values)
             self._changed.notify_all()
 
-    def drop(self, group: bytes) -> None:
+    def drop(self, group: bytes, *, erase: bool = False) -> None:
+        """``erase``: so that no trace of it is left in the file."""
         if self._env is None:
             return
         with self._changed:
-            self._waiting[group] = Changes(fresh=True)
+            self._waiting[group] = Changes(fresh=True, erase=erase)
             self._changed.notify_all()
 
     def drop_all(self) -> list[bytes]:
@@ -101,7 +104,7 @@ class Persist:
         with self._changed:
             groups = list({*(self._env.ages if self._env else ()), *self._waiting})
         for group in groups:
-            self.drop(group)
+            self.drop(group, erase=True)
         return groups
 
     def flush(self, timeout: float) -> bool:
@@ -199,7 +202,9 @@ class Persist:
         try:
             environment.commit(taken)
             self._commits += 1
-        except DiskFault as error:
+            if any(change.erase for change in taken.values()):
+                environment.erase()
+        except (DiskFault, lmdb.Error, OSError) as error:
             self._errors += 1
             _log.error("%d sessions were not written: %s", len(taken), error)
 

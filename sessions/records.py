@@ -100,7 +100,16 @@ def _branch_values(branch: Branch, slots: tuple[int, ...]) -> dict[bytes, bytes]
     number = branch.number
     places = dict(zip(branch.slots, branch.pasts, strict=True))
     described = [
-        (slot, past.tools.hex(), past.system.hex(), past.head, past.kind, past.incarnation, past.effort)
+        (
+            slot,
+            past.tools.hex(),
+            past.system.hex(),
+            past.head,
+            past.kind,
+            past.incarnation,
+            past.fingerprint,
+            past.effort,
+        )
         for slot, past in places.items()
     ]
     values = {
@@ -187,15 +196,14 @@ def _wake_branch(branch: Branch, values: Mapping[bytes, bytes]) -> None:
         tools, _ = unpack_value(values[b"tools/%d" % number])
         branch.tools = tuple(Tool(*tool) for tool in tools)
     places: OrderedDict[int, Asked] = OrderedDict()
-    for slot, tool_key, system, head, kind, incarnation, *effort in unpack_value(
-        values.get(b"branch/%d" % number, pack_value([]))
-    )[0]:
+    described = unpack_value(values.get(b"branch/%d" % number, pack_value([])))[0]
+    for slot, tool_key, system, head, kind, *worker in described:
         names = b"tokens/%d/%d" % (number, slot), b"turns/%d/%d" % (number, slot)
         if all(name in values for name in names):
             tokens, turns = (unpack_value(values[name])[1] for name in names)
             digests, exact = _turns(turns)
             sums = bytes.fromhex(tool_key), bytes.fromhex(system)
-            places[slot] = Asked(tokens, *sums, head, digests, exact, kind, incarnation, *effort)
+            places[slot] = Asked(tokens, *sums, head, digests, exact, kind, *worker)
     branch.slots, branch.pasts = tuple(places), tuple(places.values())
 
 

@@ -76,14 +76,16 @@ class Sessions:
         self._idle = IdleCounts()
         self._keeper = Keeper(persist, family.identity, self._limits)
         self._habits = self._keeper.habits()
+        self._elsewhere = self._keeper.elsewhere()
         for session in self._keeper.sleeping():
             self._adopt(session)
         self._drop_surplus()
 
-    def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str) -> Visit:
-        """``incarnation`` is the engine worker's: a new one knows only what its store kept."""
+    def begin(self, meta: RequestMeta, conversation: Conversation, incarnation: str, fingerprint: str = "") -> Visit:
+        """``incarnation`` and ``fingerprint`` are the engine worker's: a new one knows only what its store kept, and
+        of that only what has its fingerprint; empty where that is not known."""
         place = self._place(meta, conversation, keep=True)
-        return Visit(place, self._family, meta.protocol, incarnation, self._accept, self._remember)
+        return Visit(place, self._family, meta.protocol, incarnation, fingerprint, self._accept, self._remember)
 
     def normalise(self, meta: RequestMeta, conversation: Conversation) -> Conversation:
         """The conversation as ``begin`` would have it rendered, without a trace: for counting tokens."""
@@ -107,15 +109,16 @@ class Sessions:
         session = self._sessions.get(id)
         if session is None or session.namespace != namespace:
             return False
-        self._drop(session)
+        self._drop(session, erase=True)
         return True
 
     def forget_all(self) -> int:
         """All sessions, of every namespace and model, and what is known about clients; how many are gone."""
         sessions = list(self._sessions.values())
         for session in sessions:
-            self._drop(session)
+            self._drop(session, erase=True)
         self._habits.clear()
+        self._elsewhere.clear()
         return max(len(sessions), self._keeper.forget_all())
 
     def pin(self, id: str, pinned: bool = True) -> bool:
@@ -148,6 +151,11 @@ class Sessions:
         self._weigh(session)
         self._keeper.save_all(session)
         return session.id
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until what was remembered is on disk, and what was forgotten is off it, for so many seconds at most. In
+        any thread."""
+        return self._keeper.flush(timeout)
 
     def close(self) -> None:
         """What was not written yet is written."""
@@ -208,7 +216,21 @@ class Sessions:
         count = keep and identity.kind != "side"
         restored, link = self._restore(session, branch.name, conversation, turns, count)
         worth = priorities(self._habits.get(harness.name, {}))
-        return Place(session, branch, harness, identity, restored, tuple(turns), link, scope, head, tuple(keys), worth)
+        elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
+        return Place(
+            session,
+            branch,
+            harness,
+            identity,
+            restored,
+            tuple(turns),
+            link,
+            scope,
+            head,
+            tuple(keys),
+            worth,
+            elsewhere,
+        )
 
     def _accept(self, place: Place) -> Place:
         """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
@@ -374,13 +396,13 @@ class Sessions:
                 self._dropped += 1
                 self._drop(least)
 
-    def _drop(self, session: Session) -> None:
+    def _drop(self, session: Session, *, erase: bool = False) -> None:
         del self._sessions[session.id]
         self._tokens -= self._weights.pop(session.id, 0)
         for branch in session.branches.values():
             self._lineage.forget(branch)
             self._idle.wasted(session.id, branch.name)
-        self._keeper.forget(session)
+        self._keeper.forget(session, erase=erase)
 
     def _sleep(self, session: Session) -> None:
         self._tokens -= self._weights.pop(session.id, 0)

@@ -52,6 +52,7 @@ class Place:
     """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
     ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its own
     entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness.
+    ``elsewhere``: tokens of another tokenizer or template are remembered of it.
     Session and branch, where they are new, are known to nobody else until the request was accepted."""
 
     session: Session
@@ -65,6 +66,7 @@ class Place:
     head: bytes
     keys: tuple[bytes, ...]
     priorities: Mapping[str, float]
+    elsewhere: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -96,6 +98,7 @@ class Visit:
         family: Family,
         protocol: Protocol,
         incarnation: str,
+        fingerprint: str,
         accept: Callable[[Place], Place],
         remember: Callable[[Finished], None],
     ) -> None:
@@ -109,6 +112,7 @@ class Visit:
         self._family = family
         self._protocol = protocol
         self._incarnation = incarnation
+        self._fingerprint = fingerprint
         self._accept = None if self.side else accept
         self._remember: Callable[[Finished], None] | None = remember
         self.followup: Followup | None = None
@@ -137,7 +141,8 @@ class Visit:
         if accept is not None:
             self._place = accept(self._place)
         now = self._asked(prompt)
-        seen = facts(now, prompt.spans, self._pasts, Reuse(resumed, replayed, new), worker_cause)
+        reuse = Reuse(resumed, replayed, new)
+        seen = facts(now, prompt.spans, self._pasts, reuse, worker_cause, elsewhere=self._place.elsewhere)
         reuse, cause = counted(seen), explain(seen)
         return ReuseReport(
             reuse.prompt,
@@ -195,6 +200,7 @@ class Visit:
             tuple(turn.sampled is not None for turn in conversation.turns),
             self.kind,
             self._incarnation,
+            self._fingerprint,
             (prompt.effort or "usual") if prompt.thinking else "none",
         )
 

@@ -84,7 +84,7 @@ class WriteBehind:
                 self.not_finite += 1
                 return
             data = self._source.page_bytes(node.page, count)
-            store.put_page(parent.key, node.key, node.tokens, data, position=node.start + count)
+            store.put_page(parent.key, node.key, node.tokens, data, position=node.start + count, session=node.session)
             known = self._has(parent.key, node)
         node.saved = known
 
@@ -121,6 +121,12 @@ class WriteBehind:
             position=position, kind=want.kind, priority=want.priority, pinned=want.pinned or want.tip, session=session,
         )  # fmt: skip
         return any(one.tail == tail for one in self.store.states(parent, tail))
+
+    def end(self, node: Node, position: int, session: str) -> None:
+        """A session ends in this page for now."""
+        if self.store is not None:
+            parent, tail = place(node, position)
+            self.store.put_end(parent, tail, position=position, session=session)
 
     def renew(self, checkpoint: Checkpoint) -> None:
         """Tell the store what a checkpoint that it has is now wanted for."""

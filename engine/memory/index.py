@@ -26,7 +26,8 @@ class Node:
     """``tokens``: u32 little-endian, at most a page. ``key``: the chain's key after this page, None while partial.
     ``checkpoints`` on this page, by how many tokens of it they come after; ``tails``: those on the pages after this
     one, by their tokens there. ``children``: sorted by their tokens. ``start``: tokens before it. ``side``: left by a
-    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store had it when asked."""
+    side request; ``background``: computed in advance, not asked for yet. ``saved``: the store had it when asked.
+    ``session``: the one that used it last."""
 
     parent: Node | None
     tokens: bytes
@@ -37,6 +38,7 @@ class Node:
     start: int = -PAGE
     background: bool = False
     saved: bool = False
+    session: str = ""
     children: list[Node] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     tails: dict[bytes, Checkpoint] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class PageIndex:
             parent = node
         return found
 
-    def put(self, parent: Node, tokens: bytes, page: int, side: bool) -> Node | None:
+    def put(self, parent: Node, tokens: bytes, page: int, side: bool, session: str = "") -> Node | None:
         """The node for these tokens after ``parent``: one that is there already, or a new one that keeps ``page``.
 
         None if another page happens to have the same key; what follows is then not cached."""
@@ -110,11 +112,14 @@ class PageIndex:
                 self._side.add(node)
             if key is not None:
                 self._by_key[key] = node
-        self.touch(node, side)
+        self.touch(node, side, session)
         return node
 
-    def touch(self, node: Node, side: bool) -> None:
+    def touch(self, node: Node, side: bool, session: str | None) -> None:
+        """A page is used, by ``session``; by nobody that would need it where only some of it is copied."""
         node.used = self.clock
+        if not side and session is not None:
+            node.session = session
         if node.side and not side:
             node.side = False
             self._side.discard(node)
@@ -175,11 +180,13 @@ class PageIndex:
         self.evicted += 1
         return True
 
-    def clear(self, *, useless: bool = False) -> None:
-        """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs."""
+    def clear(self, *, useless: bool = False, session: str | None = None) -> None:
+        """Drop everything that no sequence holds; ``useless``: only what no checkpoint needs; ``session``: only what
+        that one used last and nothing goes on from."""
 
         def going(node: Node) -> bool:
-            return not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
+            mine = session is None or node.session == session
+            return mine and not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
 
         while gone := [node for node in self.nodes() if going(node)]:
             for node in gone:

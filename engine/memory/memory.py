@@ -5,18 +5,17 @@ Free of torch: what must move is moved by a ``Mover``, which owns the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from engine.api import PAGE
 from engine.memory import resume
-from engine.memory.behind import Source, WriteBehind, place
+from engine.memory.behind import WriteBehind, place
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
 from engine.memory.keys import PAGE_BYTES, encode, page_key, root_key
 from engine.memory.pages import PagePool
-from engine.memory.restore import Restore
+from engine.memory.restore import WHOLE, Group, Mover, Restore
 from engine.memory.resume import Plan
 from engine.memory.states import ZERO_SLOT, Checkpoint, Checkpoints, Want
 from engine.memory.store import StateRef, StateStore
@@ -29,14 +28,6 @@ _COUNTERS = (
     "pages_evicted_for_side", "background_hit_tokens", "background_wasted_tokens", "restored_bytes",
     "states_not_finite",
 )  # fmt: skip
-
-
-class Mover(Source, Protocol):
-    def copy_page(self, source: int, target: int) -> None: ...
-    def copy_state(self, source: int, target: int) -> None: ...
-
-    def state_finite(self, slot: int) -> bool:
-        """Whether all numbers of a state are finite."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +47,16 @@ class Lease:
     sealed: bool = True
     last_resort: bool = False
 
+    @property
+    def right(self) -> bool:
+        """Whether nothing that was read into it has been found wrong so far."""
+        return self.restore is None or self.restore.right
+
 
 class Memory:
     """``pages``, ``live`` sequences and ``checkpoints`` bound everything. ``reserve`` pages stay free of cached state
-    that is not a side request's, so that side requests need not evict."""
+    that is not a side request's, so that side requests need not evict. ``groups``: in which parts a restore is read
+    that a forward waits for layer by layer."""
 
     def __init__(
         self,
@@ -71,6 +68,7 @@ class Memory:
         checkpoints: int,
         recurrent: bool,
         store: StateStore | None = None,
+        groups: Sequence[Group] = WHOLE,
     ) -> None:
         self.recurrent = recurrent
         self.reserve = pages // 8
@@ -84,6 +82,7 @@ class Memory:
         """Leases given up while something was still being read into them."""
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._mover = mover
+        self._groups = groups
         self._fingerprint = fingerprint
 
     @property
@@ -117,10 +116,18 @@ class Memory:
         return self.pool.total - self.pool.held_pages - sum(not self.pool.held(node.page) for node in nodes) >= needed
 
     def open(
-        self, plan: Plan, session: str, *, side: bool, background: bool = False, last_resort: bool = False
+        self,
+        plan: Plan,
+        session: str,
+        *,
+        side: bool,
+        background: bool = False,
+        last_resort: bool = False,
+        layered: bool = False,
     ) -> Lease:
         """Take what a plan needs; ``fits`` said yes, with ``modest`` False for a last resort. Ready to go on at
-        ``plan.position`` if nothing has to be read; else when ``restore`` says so and ``restored`` was called."""
+        ``plan.position`` if nothing has to be read; else when ``restore`` says so and ``restored`` was called.
+        ``layered``: a forward is likely to ``overlap`` with the reads."""
         self.index.clock += 1
         if not (side or background):
             self.checkpoints.touch(session)
@@ -138,9 +145,9 @@ class Memory:
         copied = plan.partial if isinstance(plan.partial, Node) else None
         if copied is not None:
             self.pool.hold(copied.page)
-            self._use(copied, lease)
+            self._use(copied, lease, copied=True)
         if self.behind.store is not None and plan.reads:
-            lease.restore = Restore(self.behind.store, plan)
+            lease.restore = Restore(self.behind.store, plan, self._groups if layered else WHOLE)
         if not self.grow(lease, plan.position):
             raise RuntimeError("a lease was opened that does not fit")
         if copied is not None:
@@ -150,37 +157,45 @@ class Memory:
             lease.restore.begin(self._mover, lease.slot, lease.table)
         return lease
 
+    def overlap(self, lease: Lease) -> Callable[[int], None]:
+        """For a forward that begins while something is still being read: what each layer is to call first. It raises
+        RestoreFailed where something is not right. ``restored`` comes after the forward, and is told of either."""
+        restore = _restore(lease)
+        self._reserve_keep(lease, restore)
+        return restore.wait_layer
+
     def restored(self, lease: Lease, tokens: Sequence[int]) -> int | None:
         """Take in what was read, as if it had been computed. None if all of it was right; else the lease is over, and
         the next plan may reach as far as what is returned."""
-        restore = lease.restore
-        if restore is None:
-            return None
+        restore = _restore(lease)
         self.advance(lease, tokens, restore.limit)
-        lease.restore = None
-        if not restore.complete:
+        if restore.limit < restore.position:
             self._remember_chain(lease.root, encode(tokens[: restore.position]))
             self._let_go(lease)
             return restore.limit
-        if restore.state is not None and not self._finite(lease.slot):
+        self._reserve_keep(lease, restore)
+        if not restore.finish():
+            self._counts["states_not_finite"] += 1
             self._let_go(lease)
             return restore.position - 1
+        lease.restore = None
         self._counts["restored_bytes"] += restore.size
-        if restore.state is not None:
-            self._copy_restored(lease, tokens, restore.position, restore.state)
+        if restore.state is not None and restore.keep is not None:
+            want = self._wanted_still(lease, restore.state)
+            self.capture(lease, tokens, restore.position, restore.keep, want, restore.state)
         return None
 
-    def _copy_restored(self, lease: Lease, tokens: Sequence[int], position: int, state: StateRef) -> None:
+    def _reserve_keep(self, lease: Lease, restore: Restore) -> None:
         """Others may go on from a checkpoint that was read, too."""
+        if restore.state is not None and restore.keep is None:
+            restore.keep = self.reserve_slot(lease, self._wanted_still(lease, restore.state))
+
+    def _wanted_still(self, lease: Lease, state: StateRef) -> Want:
+        if lease.background or lease.side:
+            return Want(state.kind, state.priority)
         mine = state.session == lease.session
         tip = mine and state.kind == "tip"
-        want = Want(state.kind, state.priority, pinned=mine and state.pinned and not tip, tip=tip)
-        if lease.background or lease.side:
-            want = Want(state.kind, state.priority)
-        slot = self.reserve_slot(lease, want)
-        if slot is not None:
-            self._mover.copy_state(lease.slot, slot)
-            self.capture(lease, tokens, position, slot, want, state)
+        return Want(state.kind, state.priority, pinned=mine and state.pinned and not tip, tip=tip)
 
     def abandon(self, lease: Lease) -> None:
         """End a lease into which something is being read."""
@@ -213,7 +228,7 @@ class Memory:
             at = len(lease.nodes)
             parent = self._parent(lease, at)
             page = encode(tokens[PAGE * at : PAGE * (at + 1)])
-            node = self.index.put(parent, page, lease.table[at], lease.side)
+            node = self.index.put(parent, page, lease.table[at], lease.side, lease.session)
             if node is None:
                 lease.sealed = False
                 return
@@ -317,6 +332,8 @@ class Memory:
                 if not one.saved:
                     self.behind.page(one)
                 self.behind.must_keep(one)
+            if node is not None and not self.recurrent:
+                self.behind.end(node, fed, lease.session)
         nodes = [*lease.nodes]
         self._let_go(lease)
         if tip is None:
@@ -337,6 +354,8 @@ class Memory:
             self.index.remove(node)
 
     def _let_go(self, lease: Lease) -> None:
+        if lease.restore is not None and lease.restore.keep is not None:
+            self.give_back(lease.restore.keep)
         for page in lease.table:
             self.pool.release(page)
         lease.table.clear()
@@ -347,8 +366,8 @@ class Memory:
                 pass
 
     def forget(self, session: str | None) -> None:
-        """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and, on a
-        recurrent model, the pages that nothing can be resumed from without them."""
+        """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and pages and,
+        on a recurrent model, all pages that nothing can be resumed from without them."""
         forgotten = [one for one in self.checkpoints.all if session in (None, one.session)]
         self.behind.cancel(forgotten)
         if session is None:
@@ -360,6 +379,8 @@ class Memory:
             self.checkpoints.remove(checkpoint)
         if self.recurrent:
             self.index.clear(useless=True)
+        else:
+            self.index.clear(session=session)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -392,7 +413,8 @@ class Memory:
             node = lease.nodes[at]
         elif lease.sealed and at == len(lease.nodes):
             parent = self._parent(lease, at)
-            found = self.index.put(parent, encode(tokens[PAGE * at : position]), lease.table[at], lease.side)
+            page = encode(tokens[PAGE * at : position])
+            found = self.index.put(parent, page, lease.table[at], lease.side, lease.session)
             if found is None:
                 return None
             node = found
@@ -402,9 +424,9 @@ class Memory:
             self._remember_checkpoint(lease, tokens, position)
         return node
 
-    def _use(self, node: Node, lease: Lease) -> None:
-        """A sequence goes on from a page."""
-        self.index.touch(node, lease.side)
+    def _use(self, node: Node, lease: Lease, *, copied: bool = False) -> None:
+        """A sequence goes on from a page, or from a copy of its beginning."""
+        self.index.touch(node, lease.side, None if copied else lease.session)
         if node.background and not lease.background:
             node.background = False
             self._counts["background_hit_tokens"] += len(node.tokens) // 4
@@ -451,3 +473,9 @@ class Memory:
         self.checkpoints.renew(checkpoint, lease.session, want, self.index.clock)
         if before != (checkpoint.want, checkpoint.session):
             self.behind.renew(checkpoint)
+
+
+def _restore(lease: Lease) -> Restore:
+    if lease.restore is None:
+        raise RuntimeError("nothing is being read into this lease")
+    return lease.restore

@@ -73,7 +73,9 @@ def plan(
     known = history.look_up(keys, tokens)
     divergence = max(position, min(max(known.tokens, reached), last))
     cause: WorkerCause = "none"
-    if divergence > position:
+    if position < divergence and known.tokens <= position:
+        cause = "worker_restart"
+    elif divergence > position:
         lost = not recurrent or any(position < one <= divergence for one in known.checkpoints)
         cause = "evicted" if lost else "no_anchor"
     return Plan(

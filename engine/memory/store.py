@@ -46,6 +46,10 @@ class StateRef(Protocol):
     def session(self) -> str: ...
 
 
+Part = tuple[PageRef | StateRef, Buffers, int]
+"""What to read, where to, and from which component on."""
+
+
 class Reading(Protocol):
     """Bytes on their way. ``wait``: True when they are there and verified; False when they are lost or corrupt, which
     the store has counted, and it will not offer them again."""
@@ -67,8 +71,13 @@ class StateStore(Protocol):
     def states(self, parent: bytes, rest: bytes) -> Sequence[StateRef]:
         """Checkpoints after ``parent`` whose tail ``rest`` begins with."""
 
-    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+    def put_page(
+        self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int, session: str = "",
+    ) -> None:  # fmt: skip
         """Copy a page, which ends after ``position`` tokens; one that is known is ignored. ``key`` None: partial."""
+
+    def put_end(self, parent: bytes, tail: bytes, *, position: int, session: str) -> None:
+        """Where there are no checkpoints: a session needs all pages before this."""
 
     def put_state(
         self, parent: bytes, tail: bytes, data: Buffers, *,
@@ -79,8 +88,9 @@ class StateStore(Protocol):
     def demote(self, parent: bytes, tail: bytes) -> None:
         """A checkpoint was superseded or is no longer pinned."""
 
-    def read(self, ref: PageRef | StateRef, into: Buffers) -> Reading:
-        """Begin to read all of a page or checkpoint. ``into`` must stay as it is until the reading is done."""
+    def read_parts(self, parts: Sequence[Part]) -> Sequence[Reading]:
+        """Begin to read components of pages and checkpoints, about in this order. The buffers must stay as they are
+        until their reading is done."""
 
     def hold(self, refs: Sequence[PageRef | StateRef]) -> None:
         """Keep these until they are released."""
@@ -101,8 +111,8 @@ class StateStore(Protocol):
         """Retention and garbage collection now. May be called from any thread."""
 
     def forget(self, session: str | None) -> int:
-        """Forget a session's checkpoints and the pages that only they need, or everything; how many extents that
-        were. May be called from any thread."""
+        """Forget what only a session needs, or everything, and overwrite it; how many extents that were. Takes as long
+        as that, and may be called from any thread."""
 
     def pin(self, session: str, pinned: bool) -> int:
         """Keep what a session has for good, or no longer; how many checkpoints it has."""

@@ -19,12 +19,16 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Manifest:
     """The state a sequence has. ``recurrent``: shapes of the float32 tensors of one slot, in the order the model uses
-    them. ``grid``: prefill checkpoints lie on multiples of it."""
+    them. ``attention_at`` and ``recurrent_at``: the layer of each attention layer and of each recurrent tensor,
+    ascending; empty: the first layer's forward needs all of them. ``grid``: prefill checkpoints lie on multiples of
+    it."""
 
     attention_layers: int
     kv_heads: int
     head_dim: int
     recurrent: tuple[tuple[int, ...], ...] = ()
+    attention_at: tuple[int, ...] = ()
+    recurrent_at: tuple[int, ...] = ()
     grid: int = PAGE
 
     def page_components(self, dtype: torch.dtype) -> tuple[int, ...]:
@@ -41,19 +45,39 @@ class Manifest:
         return tuple(4 * torch.Size(shape).numel() for shape in self.recurrent)
 
     @property
+    def page_layers(self) -> tuple[int, ...]:
+        """The layer of each component of a page."""
+        return tuple(layer for layer in self.attention_at or (0,) * self.attention_layers for _ in range(2))
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layer of each component of a state."""
+        return self.recurrent_at or (0,) * len(self.recurrent)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one recurrent-state slot over all layers."""
         return sum(self.state_components)
 
 
+Wait = Callable[[int], None]
+"""Returns when the state of a layer, and of those before it, is there; may raise to end the forward."""
+
+
+def all_there(layer: int) -> None:
+    """No layer has to wait."""
+
+
 @dataclass(frozen=True)
 class Cache:
     """All sequences' state. ``keys`` and ``values``: one [pages, 64, kv_heads, head_dim] per attention layer;
-    ``states``: one [slots, ...] per entry of ``Manifest.recurrent``."""
+    ``states``: one [slots, ...] per entry of ``Manifest.recurrent``. A forward calls ``wait`` with the number of each
+    layer, in order, before it reads or writes what the layer has here: it may still be on its way."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     states: tuple[Tensor, ...]
+    wait: Wait = all_there
 
 
 class Model(Protocol):

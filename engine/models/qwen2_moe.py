@@ -141,7 +141,8 @@ class Qwen2Moe:
 
     @property
     def manifest(self) -> Manifest:
-        return Manifest(self.config.layers, self.config.kv_heads, self.config.head_dim)
+        config = self.config
+        return Manifest(config.layers, config.kv_heads, config.head_dim, attention_at=tuple(range(config.layers)))
 
     @property
     def vocab_size(self) -> int:
@@ -150,7 +151,8 @@ class Qwen2Moe:
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            cache.wait(number)
             x = x + layer.attention(ops.rms_norm(x, layer.input_norm, eps), batch, cache)
             x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps))
         x = ops.rms_norm(x[batch.logit_rows], self.norm, eps)

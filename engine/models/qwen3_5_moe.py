@@ -209,6 +209,8 @@ class Qwen35Moe:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             recurrent=(window, state) * config.kinds.count(LINEAR),
+            attention_at=tuple(layer for layer, kind in enumerate(config.kinds) if kind == FULL),
+            recurrent_at=tuple(layer for layer, kind in enumerate(config.kinds) if kind == LINEAR for _ in range(2)),
         )
 
     @property
@@ -218,7 +220,8 @@ class Qwen35Moe:
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            cache.wait(number)
             x = x + layer.mixer(ops.rms_norm(x, layer.input_norm, eps, offset=1.0), batch, cache)
             x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps, offset=1.0))
         x = ops.rms_norm(x[batch.logit_rows], self.norm, eps, offset=1.0)

@@ -6,15 +6,18 @@ import threading
 from collections import Counter
 
 from sessions.store.config import StoreConfig
+from sessions.store.erasure import Erasure
 from sessions.store.files import Files
 from sessions.store.format import Place
 from sessions.store.mirror import Entry, Mirror
+from sessions.store.pins import Pins
 from sessions.store.ram import Ram
 
 
 class Core:
     """``changed`` is the lock, and wakes the writer. ``dead``: extents that the writer is to take off the index.
-    ``forgotten``: those of them that are to be erased.
+    ``erasing``: what was forgotten and is to be overwritten.
+    ``pins``: sessions that a person wants kept.
     ``touched``: entries whose use is to be recorded. ``writable``: there is a disk to write to."""
 
     def __init__(self, config: StoreConfig, files: Files) -> None:
@@ -25,9 +28,8 @@ class Core:
         self.ram = Ram(config.queue_bytes, config.host_bytes)
         self.counters: Counter[str] = Counter()
         self.dead: list[tuple[Place, int]] = []
-        self.forgotten: set[Place] = set()
-        self.forget_others = False
-        """What other fingerprints wrote is to go, too."""
+        self.erasing = Erasure()
+        self.pins = Pins(None, None)
         self.touched: set[Entry] = set()
         self.writable = False
 
@@ -47,7 +49,7 @@ class Core:
         """What an entry that is gone has on disk is dead. With the lock."""
         self.dead.append((place, entry.length))
         if entry.forgotten:
-            self.forgotten.add(place)
+            self.erasing.places.add(place)
 
     def settled(self, entry: Entry) -> None:
         """An entry waits no longer: it lives on in the host tier, or on disk, or not at all. With the lock."""

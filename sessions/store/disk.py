@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sessions.store.crypt import Cipher
-from sessions.store.format import Place, encode_extent, group
+from sessions.store.erasure import Erasure
+from sessions.store.format import Group, Place, encode_extent, group
 from sessions.store.index import Index
 from sessions.store.mirror import Entry
 from sessions.store.owner import Namespace
@@ -21,12 +22,14 @@ _BUDGET = struct.Struct("<dd")
 
 
 class Disk:
-    """``index`` is None where nothing can be written. ``others``: namespaces of other fingerprints, oldest first."""
+    """``index`` is None where nothing can be written. ``others``: namespaces of other fingerprints, oldest first.
+    ``erasing``: what was being overwritten when the process before ended."""
 
     def __init__(self, path: Path, namespace: bytes, cipher: Cipher | None, segments: Segments) -> None:
         self.path = path
         self.segments = segments
         self.index: Index | None = None
+        self.erasing = Erasure()
         self.cipher = cipher
         self.others: list[Namespace] = []
         self.others_bytes = 0
@@ -41,7 +44,8 @@ class Disk:
         """Write an entry's extent; sets ``entry.header``. Raises OSError, NoRoom."""
         header, parts = encode_extent(entry.about(now), payload, entry.sizes, self._namespace, self.cipher)
         entry.header = len(header)
-        return self.segments.append(group(entry.shape), header, parts, room)
+        kind = Group.PAGES if entry.end else group(entry.shape)
+        return self.segments.append(kind, header, parts, room)
 
     def budget(self) -> tuple[float, float] | None:
         """(written bytes that had not drained, when), as last recorded."""

@@ -149,9 +149,10 @@ class Header:
         cipher.sealer(self.salt).open(0, self.description, memoryview(plain), context)
         return About.unpack(bytes(plain))
 
-    def check(self, data: Sequence[memoryview]) -> None:
-        """Compare payload in the clear with its checksums. Raises Unreadable."""
-        for at, (part, expected) in enumerate(zip(data, self.checks, strict=True)):
+    def check(self, data: Sequence[memoryview], first: int = 0) -> None:
+        """Compare components ``first`` and on, in the clear, with their checksums. Raises Unreadable."""
+        checks = self.checks[first : first + len(data)]
+        for at, (part, expected) in enumerate(zip(data, checks, strict=True), first):
             if xxh3_64_digest(part).ljust(TAG, b"\0") != expected:
                 raise Unreadable(f"the checksum of component {at} is wrong")
 

@@ -63,7 +63,7 @@ def verify(directory: Path, fingerprint: str, key: bytes | None = None, progress
         disk = open_disk(config, cipher, Files(), mirror, counters, writable=False)
         try:
             entries = mirror.all()
-            shapes = Counter(entry.shape for entry in entries)
+            shapes = Counter(entry.shape for entry in entries if not entry.end)
             total, done, damaged = sum(entry.length for entry in entries), 0, 0
             for entry in entries:
                 damaged += not _intact(disk, entry)

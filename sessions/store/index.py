@@ -14,12 +14,13 @@ from pathlib import Path
 import lmdb
 from lmdb import verify
 
+from sessions.store.compact import DATA, remove_fresh, take_fresh, write_fresh
 from sessions.store.crypt import Cipher, Unreadable
 from sessions.store.files import Files
 from sessions.store.format import FORMAT, Place, open_record, seal_record
 
 MAP_SIZE = 64 << 20
-_DATA = "data.mdb"
+_NAMES = (b"extent", b"used", b"meta")
 
 
 class IndexDamaged(Exception):
@@ -48,19 +49,16 @@ class Index:
         self.damaged = 0
         self._cipher = cipher
         self._files = files
-        self._data = directory / _DATA
+        self._data = directory / DATA
+        self._writable = writable
         fresh = not self._data.exists()
+        if writable:
+            remove_fresh(directory)
         if not fresh:
             _check(self._data)
         try:
-            self._env = lmdb.open(
-                str(directory), map_size=map_size + self.total, max_dbs=3, mode=0o600,
-                metasync=False, readahead=False, readonly=not writable, lock=writable, create=writable,
-            )  # fmt: skip
+            self._open(map_size + self.total)
             try:
-                self._extents, self._used, self._meta = (
-                    self._env.open_db(name, create=writable) for name in (b"extent", b"used", b"meta")
-                )
                 if fresh:
                     self.commit(Changes(meta={b"format": str(FORMAT).encode()}))
                 elif self.meta(b"format") != str(FORMAT).encode():
@@ -70,6 +68,18 @@ class Index:
                 raise
         except lmdb.Error as error:
             raise IndexDamaged(str(error)) from error
+
+    def _open(self, map_size: int) -> None:
+        """Raises lmdb.Error."""
+        self._env = lmdb.open(
+            str(self._data.parent), map_size=map_size, max_dbs=len(_NAMES), mode=0o600, metasync=False,
+            readahead=False, readonly=not self._writable, lock=self._writable, create=self._writable,
+        )  # fmt: skip
+        try:
+            self._extents, self._used, self._meta = (self._env.open_db(name, create=self._writable) for name in _NAMES)
+        except BaseException:
+            self._env.close()
+            raise
 
     @property
     def total(self) -> int:
@@ -109,6 +119,20 @@ class Index:
                 self.growths += 1
             except lmdb.MapResizedError:
                 self._env.set_mapsize(0)
+
+    def compact(self, without: bytes) -> None:
+        """Only what is indexed is left in the file, and not what ``meta`` has under this name. After a crash the index
+        is the old one or the new one. Raises lmdb.Error, OSError."""
+        folder = self._data.parent
+        write_fresh(self._env, folder, _NAMES, lambda name, key: name == b"meta" and key == without)
+        self._files.point("index.copied")
+        size = self._env.info()["map_size"]
+        self._env.close()
+        try:
+            take_fresh(folder)
+        finally:
+            self._open(size)
+        self._files.point("index.compacted")
 
     def clear_stale_readers(self) -> int:
         return self._env.reader_check()

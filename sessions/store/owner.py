@@ -55,7 +55,7 @@ def check_key(directory: Path, cipher: Cipher | None) -> None:
         if namespaces(directory):
             raise StoreKeyError(f"{directory} was written without a key: forget it first, or give no key")
         salt = os.urandom(SALT)
-        _write(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
+        write_file(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
         return
     if cipher is None:
         raise StoreKeyError(f"{directory} is encrypted: its key is needed")
@@ -64,7 +64,7 @@ def check_key(directory: Path, cipher: Cipher | None) -> None:
     if xxh3_64_digest(salt + check) != raw[SALT + 32 :]:
         path.unlink()  # damaged: whatever this key does not open is found to be unreadable later
         salt = os.urandom(SALT)
-        _write(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
+        write_file(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
     elif check != cipher.check(salt):
         raise StoreKeyError(f"{directory} is encrypted with another key")
 
@@ -114,7 +114,7 @@ def enter(directory: Path, fingerprint: str, files: Files) -> Path:
     """The namespace's own directory, marked as used now. Raises OSError."""
     path = directory / namespace_id(fingerprint).hex()
     files.make_directory(path)
-    _write(path / _NAME, json.dumps({"fingerprint": fingerprint, "format": FORMAT}).encode())
+    write_file(path / _NAME, json.dumps({"fingerprint": fingerprint, "format": FORMAT}).encode())
     return path
 
 
@@ -134,7 +134,8 @@ def forget_key(directory: Path) -> None:
     (directory / _CHECK).unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """All of it or nothing. Raises OSError."""
     temporary = path.with_suffix(".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

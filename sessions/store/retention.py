@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,6 +19,11 @@ ACTIVE = 600.0
 LONG = 8192
 """Tokens; a session of at least this many is worth writing on a yellow budget."""
 _PINNED, _SUPERSEDED, _USELESS = 4.0, 0.1, 0.05
+_UNIFORM, _RECENT, _SEMANTIC = 0.15, 0.35, 0.5
+"""Where the next prompt diverges: anywhere, near the end, or right after a checkpoint in proportion to its priority.
+What is known of a harness is in the priorities."""
+_SCALE = 8192.0
+"""Tokens over which nearness to the end decays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,9 @@ def victims(items: Sequence[Item], need: int) -> list[int]:
     return chosen
 
 
-def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool) -> list[Item]:
-    """The entries as items. A page needs its parent; a checkpoint needs the page that holds its last token."""
+def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool, kept: Set[Entry] = frozenset()) -> list[Item]:
+    """The entries as items. A page needs its parent; a checkpoint, or where a session ends, needs the page that holds
+    its last token; an end goes with its page. ``kept`` stay."""
     number = {entry.key: at for at, entry in enumerate(entries) if entry.key is not None}
     pages: dict[bytes, list[int]] = {}
     sessions: dict[str, list[Entry]] = {}
@@ -79,17 +85,21 @@ def weigh(entries: Sequence[Entry], now: float, *, recurrent: bool) -> list[Item
             anchored.add(before)
         needs.append(before)
     used_by_child = set(needs)
+    values = [
+        value(
+            entry,
+            now,
+            gaps.get(entry, len(entry.tokens) // 4),
+            useless=recurrent and entry.shape is not Shape.STATE and at not in used_by_child,
+        )
+        for at, entry in enumerate(entries)
+    ]
     return [
         Item(
             size=entry.length,
-            value=value(
-                entry,
-                now,
-                gaps.get(entry, len(entry.tokens) // 4),
-                useless=recurrent and entry.shape is not Shape.STATE and at not in used_by_child,
-            ),
+            value=values[at] if not entry.end else values[needs[at]] if needs[at] >= 0 else 0.0,
             before=needs[at],
-            keep=entry.holds > 0 or (entry.pinned and now - entry.used < ACTIVE),
+            keep=entry in kept or entry.holds > 0 or (entry.pinned and now - entry.used < ACTIVE),
         )
         for at, entry in enumerate(entries)
     ]
@@ -113,18 +123,7 @@ class Point:
     keep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """Where the next prompt diverges: anywhere (``uniform``), near the end (``recent``, decaying over ``scale``
-    tokens), or right after a checkpoint in proportion to its priority (``semantic``)."""
-
-    uniform: float = 0.15
-    recent: float = 0.35
-    semantic: float = 0.5
-    scale: float = 8192.0
-
-
-def thin(points: Sequence[Point], prior: Prior = Prior()) -> int | None:
+def thin(points: Sequence[Point]) -> int | None:
     """The index of the checkpoint whose loss adds the least expected replay: P(divergence after it and before the next)
     times the way back to the one before. ``points`` ascend by position; None if all are to be kept."""
     if not points:
@@ -136,11 +135,11 @@ def thin(points: Sequence[Point], prior: Prior = Prior()) -> int | None:
         if point.keep:
             continue
         until = points[at + 1].position if at + 1 < len(points) else end
-        near = math.exp((until - end) / prior.scale) - math.exp((point.position - end) / prior.scale)
-        chance = prior.uniform * (until - point.position) / end + prior.recent * near
-        chance += prior.semantic * max(point.priority, 0.0) / priorities
+        near = math.exp((until - end) / _SCALE) - math.exp((point.position - end) / _SCALE)
+        chance = _UNIFORM * (until - point.position) / end + _RECENT * near
+        chance += _SEMANTIC * max(point.priority, 0.0) / priorities
         if at + 1 == len(points):
-            chance += prior.recent
+            chance += _RECENT
         back = point.position - (points[at - 1].position if at else 0)
         cost = chance * back
         if best is None or cost < best[0]:

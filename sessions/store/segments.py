@@ -23,6 +23,10 @@ from sessions.store.format import (
 )
 
 _WINDOW = 1 << 20
+GAP = 64 << 10
+"""Bytes between two reads up to which one call that reads over them is cheaper than two."""
+_UNWANTED = memoryview(bytearray(GAP))
+"""Where they go; nobody looks at them."""
 
 
 class NoRoom(Exception):
@@ -48,6 +52,19 @@ class Segment:
     def dead(self) -> int:
         """Bytes written that nobody wants any more."""
         return self.end - BLOCK - self.live
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Components ``first`` and on of an extent, and buffers of their sizes for them. ``skip``: payload bytes before
+    them. ``header``: the extent's, if it was read before; else it is read too."""
+
+    place: Place
+    header_size: int
+    into: Sequence[memoryview]
+    first: int = 0
+    skip: int = 0
+    header: Header | None = None
 
 
 class Segments:
@@ -145,13 +162,14 @@ class Segments:
         if segment is not None:
             segment.live -= length
 
-    def erase(self, place: Place, length: int) -> None:
-        """Overwrite an extent; not durable before ``sync``. Raises OSError."""
-        segment = self.all[place.segment]
-        self._unsynced.add(segment)
-        for start in range(0, length, _WINDOW):
-            zeros = bytes(min(_WINDOW, length - start))
-            self._files.write(segment.descriptor, [zeros], place.block * BLOCK + start)
+    def blank(self, segment: Segment, start: int, end: int) -> None:
+        """Overwrite what is not zero already; not durable before ``sync``. Raises OSError."""
+        for at in range(start, end, _WINDOW):
+            window = bytearray(min(_WINDOW, end - at))
+            self._files.read(segment.descriptor, [window], at)
+            if window != bytes(len(window)):
+                self._unsynced.add(segment)
+                self._files.write(segment.descriptor, [bytes(len(window))], at)
 
     def seal(self, segment: Segment) -> None:
         """Nothing is appended to it any more."""
@@ -173,30 +191,20 @@ class Segments:
             if segment.readers == 0:
                 self._files.close(segment.descriptor)
 
-    def read(self, place: Place, header_size: int, into: Sequence[memoryview], cipher: Cipher | None) -> Header:
-        """One extent's payload into the buffers, one per component, verified. Raises OSError, Unreadable."""
-        segment = self._hold(place)
+    def read(self, spans: Sequence[Span], cipher: Cipher | None) -> list[Header]:
+        """Spans that lie in one segment, in its order, verified: what is close together is read in one call. All or
+        nothing; returns their headers. Raises OSError, Unreadable."""
+        segment = self._hold(spans[0].place)
         try:
-            raw = bytearray(header_size)
-            targets = into if cipher is None else [memoryview(bytearray(len(part) + TAG))[: len(part)] for part in into]
-            offset = place.block * BLOCK
-            wanted = header_size + sum(len(part) for part in into)
-            if self._files.read(segment.descriptor, [raw, *targets], offset) != wanted:
-                raise Unreadable("the segment ends too early")
-            header = self._header(bytes(raw), place)
-            if header.sizes != tuple(len(part) for part in into):
-                raise Unreadable("components of other sizes")
-            if header.encrypted != (cipher is not None):
-                raise Unreadable("encrypted" if header.encrypted else "not encrypted")
-            if cipher is None:
-                header.check(into)
-                return header
-            sealer = cipher.sealer(header.salt)
-            for number, (target, check, part) in enumerate(zip(targets, header.checks, into, strict=True), 1):
-                sealed = memoryview(target.obj)
-                sealed[len(part) :] = check
-                sealer.open(number, sealed, part)
-            return header
+            fetches = [_Fetch(span, cipher) for span in spans]
+            self._gather(segment, (piece for fetch in fetches for piece in fetch.pieces()))
+            headers = []
+            for fetch in fetches:
+                span = fetch.span
+                header = span.header or self._header(bytes(fetch.raw), span.place)
+                fetch.open(header, cipher)
+                headers.append(header)
+            return headers
         finally:
             self._unhold(segment)
 
@@ -211,14 +219,17 @@ class Segments:
         self._header(bytes(header), place)
         return header, memoryview(payload)
 
-    def scan(self, segment: Segment, start: int = BLOCK) -> Iterator[Header]:
-        """Headers of the extents from ``start`` on that are whole; damaged stretches are skipped. Raises OSError."""
-        at = max(start, BLOCK)
-        while at + BLOCK <= segment.size:
+    def scan(self, segment: Segment, start: int = BLOCK, end: int | None = None) -> Iterator[Header]:
+        """Headers of the extents from ``start`` on, and up to ``end``, that are whole; damaged stretches are skipped.
+        Raises OSError."""
+        at, end = max(start, BLOCK), segment.size if end is None else end
+        while at + BLOCK <= end:
             header = self._header_at(segment, at)
             if header is None:
                 at = self._next_magic(segment, at + BLOCK)
                 continue
+            if at + len(header.raw) + header.size > end:
+                return
             yield header
             at += header.length
 
@@ -226,7 +237,7 @@ class Segments:
         """Whether an extent's payload is intact. Raises OSError."""
         into = [memoryview(bytearray(size)) for size in header.sizes]
         try:
-            self.read(header.place, len(header.raw), into, cipher)
+            self.read([Span(header.place, len(header.raw), into)], cipher)
         except Unreadable:
             return False
         return True
@@ -292,6 +303,24 @@ class Segments:
             self._files.truncate(segment.descriptor, segment.end)
             segment.size = segment.end
 
+    def _gather(self, segment: Segment, pieces: Iterable[tuple[int, bytearray | memoryview]]) -> None:
+        """Fill the buffers with what lies at their offsets. Raises OSError, Unreadable."""
+        run: list[bytearray | memoryview] = []
+        start = end = 0
+        for offset, buffer in pieces:
+            if run and 0 <= offset - end <= GAP:
+                run.append(_UNWANTED[: offset - end])
+            else:
+                self._fill(segment, run, start, end - start)
+                run, start = [], offset
+            run.append(buffer)
+            end = offset + len(buffer)
+        self._fill(segment, run, start, end - start)
+
+    def _fill(self, segment: Segment, run: Sequence[bytearray | memoryview], start: int, size: int) -> None:
+        if run and self._files.read(segment.descriptor, run, start) != size:
+            raise Unreadable("the segment ends too early")
+
     def _header(self, raw: bytes, place: Place) -> Header:
         header = decode_header(raw)
         if header.place != place or header.namespace != self._namespace:
@@ -338,3 +367,42 @@ class Segments:
             segment.readers -= 1
             if segment.dropped and segment.readers == 0:
                 self._files.close(segment.descriptor)
+
+
+class _Fetch:
+    """A span on its way: ``raw`` is for the header, and what is sealed is read beside the buffers it is meant for."""
+
+    def __init__(self, span: Span, cipher: Cipher | None) -> None:
+        self.span = span
+        self.raw = bytearray(span.header_size if span.header is None else 0)
+        self._targets = span.into
+        if cipher is not None:
+            self._targets = [memoryview(bytearray(len(part) + TAG))[: len(part)] for part in span.into]
+
+    def pieces(self) -> Iterator[tuple[int, bytearray | memoryview]]:
+        """(offset in the segment, where to read it to)."""
+        offset = self.span.place.block * BLOCK
+        if self.raw:
+            yield offset, self.raw
+        offset += self.span.header_size + self.span.skip
+        for target in self._targets:
+            yield offset, target
+            offset += len(target)
+
+    def open(self, header: Header, cipher: Cipher | None) -> None:
+        """Verify what was read, and unseal it into its buffers. Raises Unreadable."""
+        span = self.span
+        first, last = span.first, span.first + len(span.into)
+        sizes = tuple(len(part) for part in span.into)
+        if header.sizes[first:last] != sizes or sum(header.sizes[:first]) != span.skip:
+            raise Unreadable("components of other sizes")
+        if header.encrypted != (cipher is not None):
+            raise Unreadable("encrypted" if header.encrypted else "not encrypted")
+        if cipher is None:
+            header.check(span.into, first)
+            return
+        sealer, checks = cipher.sealer(header.salt), header.checks[first:last]
+        for number, (target, check, part) in enumerate(zip(self._targets, checks, span.into, strict=True), first + 1):
+            sealed = memoryview(target.obj)
+            sealed[len(part) :] = check
+            sealer.open(number, sealed, part)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections.abc import Set
 
-from sessions.store import gc, owner
+from sessions.store import gc, owner, tend
 from sessions.store.config import DAY
 from sessions.store.core import Core
 from sessions.store.crypt import Unreadable
 from sessions.store.disk import Disk, record, used_record
+from sessions.store.erasure import ERASING, Erasure, wipe
 from sessions.store.format import Place
-from sessions.store.index import Changes
+from sessions.store.index import Changes, Index
 from sessions.store.mirror import Entry
 from sessions.store.retention import Budget, Level, victims, weigh
 from sessions.store.segments import NoRoom, Segment
@@ -72,8 +73,8 @@ class Space:
 
     def expire(self, now: float) -> None:
         """Forget what was not used for the days of retention, and what is too much for the index."""
-        oldest = now - self._config.retention_days * DAY
-        stale = [one for one in self._everything() if one.used < oldest and one.place is not None]
+        oldest, kept = now - self._config.retention_days * DAY, self._kept()
+        stale = [one for one in self._everything() if one.used < oldest and one.place is not None and one not in kept]
         self._drop(stale, "expired")
         if len(self._core.mirror) > self._config.max_extents * (1 - SLACK):
             self._give_up(int(2 * SLACK * self._disk.segments.live))
@@ -83,10 +84,6 @@ class Space:
     def collect(self) -> bool:
         """Drop what is dead, or compact one segment that is mostly dead; whether there was something to do."""
         self._disk.segments.trim()
-        if self._core.forget_others:
-            while self._drop_other(-math.inf):
-                pass
-            self._core.forget_others = False
         if self._drop_dead():
             return True
         victim = gc.worst(self._closed())
@@ -94,34 +91,36 @@ class Space:
         return victim is not None and affordable and self.compact(victim)
 
     def bury(self) -> None:
-        """Take dead extents off the index."""
+        """Take dead extents off the index; what was forgotten is then overwritten."""
         with self._core.changed:
-            dead, forgotten = list(self._core.dead), set(self._core.forgotten)
-        if not dead or self._disk.index is None:
+            dead, erasing = list(self._core.dead), self._core.erasing.copy()
+        if self._disk.index is None or not (dead or erasing):
             return
-        if forgotten:
-            self._erase(dead, forgotten)
-        self._disk.index.commit(Changes(gone={place for place, _ in dead}))
+        meta = {ERASING: erasing.pack()} if erasing else {}
+        self._disk.index.commit(Changes(gone={place for place, _ in dead}, meta=meta))
         for place, length in dead:
             self._disk.segments.release(place, length)
         with self._core.changed:
             del self._core.dead[: len(dead)]
-            self._core.forgotten -= forgotten
+        if erasing:
+            self._erase(self._disk.index, erasing)
 
-    def _erase(self, dead: list[tuple[Place, int]], forgotten: set[Place]) -> None:
-        """What was forgotten comes back by no rebuild. Where nothing else lives, the file will go as a whole."""
-        going: Counter[int] = Counter()
-        for place, length in dead:
-            going[place.segment] += length
-        for place, length in dead:
-            segment = self._disk.segments.all.get(place.segment)
-            if segment is None or place not in forgotten:
-                continue
-            if segment.live > going[segment.number]:
-                self._disk.segments.erase(place, length)
-            else:
-                self._disk.segments.seal(segment)
-        self._disk.segments.sync()
+    def _erase(self, index: Index, erasing: Erasure) -> None:
+        """What was forgotten is in no file any more, and comes back by no rebuild. Where nothing else lives, the file
+        goes as a whole."""
+        segments = self._disk.segments
+        self._core.files.point("erase.begun")
+        while erasing.everything and self._drop_other(-math.inf):
+            pass
+        for segment in gc.empty(segments.all.values()):
+            segments.drop(segment)
+            self._core.counters["segments_dropped"] += 1
+        wipe(segments, self._disk.cipher, self._everything(), erasing)
+        segments.sync()
+        self._core.files.point("erase.wiped")
+        index.compact(ERASING)
+        with self._core.changed:
+            self._core.erasing.remove(erasing)
 
     def compact(self, victim: Segment) -> bool:
         """Copy what lives, commit, delete the file; False if there is no room to copy to."""
@@ -176,7 +175,9 @@ class Space:
 
     def _sacrifice(self) -> bool:
         """There is no room even to copy: forget all of the segment that has the least."""
-        victim = min(self._closed(), key=lambda one: one.live, default=None)
+        kept = {one.place.segment for one in self._kept() if one.place is not None}
+        closed = (one for one in self._closed() if one.number not in kept)
+        victim = min(closed, key=lambda one: one.live, default=None)
         if victim is None:
             return False
         living = [one for one in self._everything() if one.place and one.place.segment == victim.number]
@@ -187,10 +188,18 @@ class Space:
         """Evict about so many bytes; how many entries."""
         now = self._config.clock()
         entries = [one for one in self._everything() if one.place is not None]
-        items = weigh(entries, now, recurrent=bool(self._config.state_components))
+        items = weigh(entries, now, recurrent=bool(self._config.state_components), kept=self._kept())
         chosen = [entries[at] for at in victims(items, need)]
         self._drop(chosen, "evicted")
         return len(chosen)
+
+    def _kept(self) -> Set[Entry]:
+        """What pinned sessions need."""
+        names = self._core.pins.names
+        if not names:
+            return frozenset()
+        with self._core.changed:
+            return tend.needed_by(self._core.mirror, names)
 
     def _everything(self) -> list[Entry]:
         with self._core.changed:

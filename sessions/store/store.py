@@ -24,16 +24,20 @@ from sessions.store.format import BLOCK, About, Shape
 from sessions.store.index import MAP_SIZE
 from sessions.store.mirror import Entry
 from sessions.store.payload import Pool
+from sessions.store.pins import PINS, Pins
 from sessions.store.ram import CANDIDATES, CHECKPOINTS
 from sessions.store.reader import Buffers, Reader, Reading
 from sessions.store.recover import Progress, no_progress, open_disk
-from sessions.store.retention import Point, Prior, thin
+from sessions.store.retention import Point, thin
 from sessions.store.writer import Writer
 
 _log = logging.getLogger(__name__)
 _HEADER_ROOM = 4 * BLOCK
 _MANY_SEGMENTS = 16
 """A quota has room for at least this many segments, so that garbage collection has something to choose from."""
+_ENDS = 64
+"""A session has at most so many branches that are known to need their pages; beyond, the oldest is on its own."""
+ERASING_SECONDS = 300.0
 CLOSING = 60.0
 """Seconds for the last writes."""
 
@@ -74,6 +78,8 @@ def open_store(
             progress=progress,
         )
         core.writable = lock is not None
+        core.erasing.add(disk.erasing)
+        core.pins = Pins(disk.path / PINS if core.writable else None, cipher)
     except (OSError, lmdb.Error) as error:
         core.counters["disk_off"] = 1
         for entry in core.mirror.all():
@@ -94,7 +100,6 @@ class Store:
         self._mirror = core.mirror
         self._disk = disk
         self._lock = lock
-        self._prior = Prior()
         self._pool = Pool((sum(core.config.page_components), sum(core.config.state_components)))
         self._writer = Writer(core, disk) if disk is not None and core.writable else None
         self._reader = Reader(core, disk, core.config.readers)
@@ -119,9 +124,18 @@ class Store:
         with self._core.changed:
             return self._core.mirror.states(parent, rest)
 
-    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+    def put_page(
+        self,
+        parent: bytes,
+        key: bytes | None,
+        tokens: bytes,
+        data: Buffers,
+        *,
+        position: int,
+        session: str = "",
+    ) -> None:
         """Copies ``data`` and returns. A page that is known is ignored; one that continues a partial page replaces
-        it. Without room to keep it, it is skipped and counted."""
+        it. Without room to keep it, it is skipped and counted. ``session``: who computed it."""
         shape = Shape.PARTIAL if key is None else Shape.PAGE
         with self._core.changed:
             if key is not None and self._core.mirror.taken(key):
@@ -135,7 +149,7 @@ class Store:
                 return
             if key is None and any(one.tokens.startswith(tokens) for one in self._core.mirror.sharing(parent, tokens)):
                 return
-        about = About(shape, parent, key, tokens, position, exact=self._core.config.exact)
+        about = About(shape, parent, key, tokens, position, session=session, exact=self._core.config.exact)
         if self._put(about, data, settle=key is None and bool(self._core.config.state_components)):
             with self._core.changed:
                 for one in self._core.mirror.replaced(parent, tokens):
@@ -171,6 +185,24 @@ class Store:
                     self._hurry(added)
                 self._thin(session)
 
+    def put_end(self, parent: bytes, tail: bytes, *, position: int, session: str) -> None:
+        """A session ends here for now. Where there are no checkpoints, this says that it needs the pages before,
+        whoever wrote them; where it ended before on the way to here does not matter any more."""
+        mirror = self._core.mirror
+        with self._core.changed:
+            known = mirror.end(parent, tail, session)
+            if known is not None:
+                known.used = self._core.config.clock()
+                self._core.touched.add(known)
+                return
+            over = mirror.ends_before(parent, tail, session)
+        about = About(Shape.STATE, parent, None, tail, position, "end", session=session, exact=self._core.config.exact)
+        if self._put(about, (), settle=False):
+            with self._core.changed:
+                ends = sorted((one for one in mirror.session(session) if one.end), key=lambda one: one.used)
+                for one in {*over, *ends[:-_ENDS]}:
+                    self._core.drop(one, "replaced")
+
     def demote(self, parent: bytes, tail: bytes) -> None:
         """A checkpoint is superseded, or no longer pinned. If it still waits, it is not written."""
         with self._core.changed:
@@ -186,7 +218,12 @@ class Store:
 
     def read(self, ref: object, into: Buffers) -> Reading:
         """Fill one buffer per component, in the background. Raises ValueError for buffers of another size."""
-        return self._reader.read(_entry(ref), into)
+        return self.read_parts([(ref, into, 0)])[0]
+
+    def read_parts(self, parts: Iterable[tuple[object, Buffers, int]]) -> Sequence[Reading]:
+        """Fill buffers with components of entries, from the given one on, in the background and in this order; what
+        lies close together is read together. Raises ValueError for buffers of other sizes."""
+        return self._reader.read([(_entry(ref), into, first) for ref, into, first in parts])
 
     def hold(self, refs: Iterable[object]) -> None:
         """Keep these until they are released as often."""
@@ -235,14 +272,16 @@ class Store:
         return tend.verify(self._core, self._disk)
 
     def forget(self, session: str | None) -> int:
-        """Forget what a session alone has, or everything, that of other fingerprints too; how many extents. In any
-        thread."""
-        if session is None and self._disk is not None and self._core.writable:
-            self._core.forget_others = True
-        return tend.forget(self._core, session)
+        """Forget what a session alone has, or everything, that of other fingerprints too, and wait until it is
+        overwritten; how many extents. What takes too long, or fails, is gone on with, by the next process if need be.
+        In any thread."""
+        count = tend.forget(self._core, session)
+        if self._writer is not None and not self._writer.flush(ERASING_SECONDS):
+            _log.warning("what was forgotten is not overwritten yet; that is tried again")
+        return count
 
     def pin(self, session: str, pinned: bool) -> int:
-        """Pin a session's checkpoints, or no longer; how many. In any thread."""
+        """Keep what a session needs whatever its age, or no longer; how many checkpoints it has. In any thread."""
         return tend.pin(self._core, session, pinned=pinned)
 
     def close(self) -> None:
@@ -334,7 +373,7 @@ class Store:
                 Point(one.position, one.priority * (0.1 if one.superseded else 1.0), one.pinned or one.holds > 0)
                 for one in states
             ]
-            victim = thin(points, self._prior)
+            victim = thin(points)
             if victim is None:
                 return
             self._core.drop(states.pop(victim), "thinned")

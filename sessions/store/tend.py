@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from sessions.store.core import Core
 from sessions.store.disk import Disk
 from sessions.store.format import BLOCK, Shape
-from sessions.store.mirror import Entry
+from sessions.store.mirror import Entry, Mirror
 
 
 def verify(core: Core, disk: Disk | None) -> dict[str, float]:
@@ -24,49 +26,40 @@ def verify(core: Core, disk: Disk | None) -> dict[str, float]:
 
 
 def forget(core: Core, session: str | None) -> int:
-    """Drop a session's checkpoints and the pages that nothing else needs, or everything; how many extents."""
+    """Drop what a session has and nothing else needs, or everything; how many extents. The writer overwrites it."""
     with core.changed:
-        entries = core.mirror.all()
-        if session is None:
-            gone = entries
-        else:
-            gone = list(core.mirror.session(session))
-            pages = _pages_before(entries, gone)
-            for entry in gone:
-                core.drop(entry, "forgotten")
-            gone += pages
-        count = 0
-        for entry in sorted(gone, key=lambda one: -one.position):
-            if session is None or entry.gone or not _needed(core, entry):
+        gone = set(core.mirror.all()) if session is None else needed_by(core.mirror, {session})
+        states = {one for one in gone if session is None or one.shape is Shape.STATE}
+        for entry in states:
+            core.drop(entry, "forgotten")
+        count = len(states)
+        for entry in sorted(gone - states, key=lambda one: one.position, reverse=True):
+            if not _needed(core, entry):
                 core.drop(entry, "forgotten")
                 count += 1
+        if session is None:
+            core.erasing.everything = True
+        else:
+            core.erasing.sessions.add(session)
         core.changed.notify_all()
-        return count
+    if session is None:
+        core.pins.clear()
+    else:
+        core.pins.set(session, pinned=False)
+    return count
 
 
 def pin(core: Core, session: str, *, pinned: bool) -> int:
-    """How many checkpoints the session has; they are pinned from now on, or no longer."""
+    """Whether what a session needs is kept at any price; how many checkpoints, or ends, it has."""
+    core.pins.set(session, pinned=pinned)
     with core.changed:
-        states = core.mirror.session(session)
-        for entry in states:
-            entry.pinned = pinned
-            core.touched.add(entry)
-        return len(states)
+        return len(core.mirror.session(session))
 
 
-def _pages_before(entries: list[Entry], states: list[Entry]) -> list[Entry]:
-    """The pages that checkpoints lie in and on, each once."""
-    by_key = {entry.key: entry for entry in entries if entry.key is not None}
-    found: set[Entry] = set()
-    for state in states:
-        if state.tokens:
-            same = (one for one in entries if one.parent == state.parent and one.shape is not Shape.STATE)
-            found.update(one for one in same if one.tokens.startswith(state.tokens))
-        page = by_key.get(state.parent)
-        while page is not None and page not in found:
-            found.add(page)
-            page = by_key.get(page.parent)
-    return list(found)
+def needed_by(mirror: Mirror, sessions: Set[str]) -> set[Entry]:
+    """What these sessions wrote, and all pages before it. With the lock."""
+    mine = [one for one in mirror.all() if one.session in sessions]
+    return {*mine, *mirror.before(mine)}
 
 
 def _needed(core: Core, page: Entry) -> bool:

@@ -222,7 +222,7 @@ class Writer:
                 pass
 
     def _mark_if_dead(self) -> None:
-        if self._core.dead:
+        if self._core.dead or self._core.erasing:
             self._mark()
 
     def _take_use(self) -> dict[Place, bytes]:

@@ -12,7 +12,7 @@ from engine.memory.store import Buffers
 
 @dataclass(eq=False)
 class Extent:
-    """A page or a state. ``lost``: reading it finds it corrupt."""
+    """A page or a state. ``lost``: reading it finds it corrupt; ``bad``: only one component is."""
 
     parent: bytes
     key: bytes | None
@@ -26,6 +26,7 @@ class Extent:
     session: str = ""
     superseded: bool = False
     lost: bool = False
+    bad: int = -1
     holds: int = 0
     tier: Literal["host", "disk"] = "host"
 
@@ -45,6 +46,7 @@ class FakeReading:
     store: FakeStore
     extent: Extent
     into: Buffers
+    first: int
     delay: int
     result: bool | None = None
 
@@ -54,9 +56,11 @@ class FakeReading:
 
     def wait(self) -> bool:
         if self.result is None:
-            self.result = not self.extent.lost
+            parts = range(self.first, self.first + len(self.into))
+            self.result = not self.extent.lost and self.extent.bad not in parts
             self.store.reading -= 1
-            for view, part in zip(self.into, self.extent.data, strict=True):
+            self.store.ended += 1
+            for view, part in zip(self.into, self.extent.data[self.first : parts.stop], strict=True):
                 view[:] = part if self.result else b"\xff" * len(part)
             if not self.result and not self.store.stubborn:
                 self.store.remove(self.extent)
@@ -65,15 +69,18 @@ class FakeReading:
 
 @dataclass
 class FakeStore:
-    """``full``: takes nothing more. ``delay``: for each reading. ``stubborn``: offers again what was corrupt."""
+    """``full``: takes nothing more. ``delay``: for each reading. ``stubborn``: offers again what was corrupt.
+    ``reading`` parts are on their way, ``ended`` ones were."""
 
     by_key: dict[bytes, Extent] = field(default_factory=dict)
     after: dict[bytes, list[Extent]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    ends: dict[str, int] = field(default_factory=dict)
     delay: int = 0
     full: bool = False
     stubborn: bool = False
     reading: int = 0
+    ended: int = 0
     closed: bool = False
 
     @property
@@ -104,13 +111,18 @@ class FakeStore:
     def states(self, parent: bytes, rest: bytes) -> Sequence[Extent]:
         return [one for one in self.after.get(parent, ()) if one.state and rest.startswith(one.tokens)]
 
-    def put_page(self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int) -> None:
+    def put_page(
+        self, parent: bytes, key: bytes | None, tokens: bytes, data: Buffers, *, position: int, session: str = ""
+    ) -> None:
         if self.full or (key in self.by_key if key is not None else self._covered(parent, tokens)):
             return
         for one in self.partial(parent, tokens):
             if one.key is None and not one.holds and tokens.startswith(one.tokens):
                 self.remove(one)
-        self._add(Extent(parent, key, tokens, [bytes(part) for part in data], position))
+        self._add(Extent(parent, key, tokens, [bytes(part) for part in data], position, session=session))
+
+    def put_end(self, parent: bytes, tail: bytes, *, position: int, session: str) -> None:
+        self.ends[session] = position
 
     def put_state(
         self, parent: bytes, tail: bytes, data: Buffers, *,
@@ -130,11 +142,15 @@ class FakeStore:
             if known.tokens == tail:
                 known.pinned, known.superseded = False, True
 
-    def read(self, ref: Extent, into: Buffers) -> FakeReading:
-        assert ref.holds > 0 and [len(view) for view in into] == [len(part) for part in ref.data]
-        self.counts[f"reads_{ref.tier}"] += 1
-        self.reading += 1
-        return FakeReading(self, ref, into, self.delay)
+    def read_parts(self, parts: Sequence[tuple[Extent, Buffers, int]]) -> list[FakeReading]:
+        readings = []
+        for ref, into, first in parts:
+            sizes = [len(part) for part in ref.data[first : first + len(into)]]
+            assert ref.holds > 0 and into and [len(view) for view in into] == sizes
+            self.counts[f"reads_{ref.tier}"] += first == 0
+            self.reading += 1
+            readings.append(FakeReading(self, ref, into, first, self.delay))
+        return readings
 
     def hold(self, refs: Sequence[Extent]) -> None:
         for ref in refs:

@@ -69,6 +69,25 @@ def test_background_evicts_nothing(tiny: Callable[..., Path], arch: str) -> None
     assert slots <= {id(one) for one in bench.memory.checkpoints.all}
 
 
+def test_what_was_read_for_a_background_request_that_gives_way_at_once_was_not_restored(
+    tiny: Callable[..., Path],
+) -> None:
+    """It is not started only to be stopped before it is fed."""
+    store, tokens, _ = resumable(tiny("qwen3_5_moe"))
+    bench = Bench(tiny("qwen3_5_moe"), store, max_sequences=2)
+    store.delay = 1
+    ahead = bench.submit(tokens, replace(GREEDY, max_tokens=0), session="s", background=True)
+    while store.reading:
+        bench.step()
+        assert bench.outcomes[ahead].admitted is None
+    bench.submit(prompt(9, 30), replace(GREEDY, max_tokens=2), session="t")
+    bench.step()
+    assert bench.outcomes[ahead].admitted is None and bench.stats()["restored_bytes"] == 0
+    bench.run()
+    assert bench.outcomes[ahead].reuse.disk == 300
+    check(bench, store)
+
+
 def test_a_restoring_background_request_gives_way(tiny: Callable[..., Path]) -> None:
     store, tokens, _ = resumable(tiny("qwen3_5_moe"))
     store.delay = 20

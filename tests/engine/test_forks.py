@@ -10,6 +10,7 @@ from engine_support import ARCHITECTURES, GREEDY, Bench, check_memory, prompt, r
 
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
+from engine.memory.restore import ALL
 from engine.memory.states import Want
 from engine.sequence import TIP
 
@@ -18,12 +19,12 @@ NONE = replace(GREEDY, max_tokens=0)
 
 class Still:
     def copy_page(self, source: int, target: int) -> None: ...
-    def copy_state(self, source: int, target: int) -> None: ...
+    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None: ...
 
     def page_finite(self, page: int, tokens: int) -> bool:
         return True
 
-    def state_finite(self, slot: int) -> bool:
+    def state_finite(self, slot: int, parts: slice = ALL) -> bool:
         return True
 
 

@@ -13,18 +13,19 @@ from engine.memory.index import Node, PageIndex
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
 from engine.memory.queue import LeastFirst
+from engine.memory.restore import ALL
 from engine.memory.states import FRESH, LIVE_SESSIONS, Checkpoint, Checkpoints, Want
 from engine.sequence import TIP
 
 
 class Still:
     def copy_page(self, source: int, target: int) -> None: ...
-    def copy_state(self, source: int, target: int) -> None: ...
+    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None: ...
 
     def page_finite(self, page: int, tokens: int) -> bool:
         return True
 
-    def state_finite(self, slot: int) -> bool:
+    def state_finite(self, slot: int, parts: slice = ALL) -> bool:
         return True
 
 

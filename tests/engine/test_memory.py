@@ -11,6 +11,7 @@ from engine.memory.history import History, Known
 from engine.memory.index import Node
 from engine.memory.keys import common_tokens, encode, page_key, page_keys, root_key
 from engine.memory.memory import Lease, Memory
+from engine.memory.restore import ALL
 from engine.memory.states import Want
 from engine.sequence import TIP
 
@@ -28,10 +29,10 @@ class Bytes:
     def page_finite(self, page: int, tokens: int) -> bool:
         return True
 
-    def state_finite(self, slot: int) -> bool:
+    def state_finite(self, slot: int, parts: slice = ALL) -> bool:
         return True
 
-    def copy_state(self, source: int, target: int) -> None:
+    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None:
         self.slots[target] = list(self.slots[source])
 
     def feed(self, lease: Lease, tokens: list[int], start: int, end: int) -> None:

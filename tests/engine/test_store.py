@@ -452,3 +452,16 @@ def test_commands(tiny: Callable[..., Path]) -> None:
     bench.scheduler.close(1.0)
     assert not store.extents
     assert not Bench(tiny("qwen3_5_moe")).scheduler.admin(Admin("1", "store_stat"))().ok
+
+
+def test_pages_of_a_worker_that_is_gone_are_told_from_what_was_computed_here(tiny: Callable[..., Path]) -> None:
+    """It kept its pages and no checkpoint near enough; whoever comes next has to compute again."""
+    store, tokens, cold = resumable(tiny("qwen3_5_moe"))
+    for one in [one for one in store.states_kept if one.position == 300]:
+        store.remove(one)
+    bench = Bench(tiny("qwen3_5_moe"), store)
+    outcome = bench.ask(tokens, SHORT, session="s")
+    assert same_bits(outcome.logits, cold.logits)
+    assert (outcome.reuse.resumed, outcome.reuse.replayed, outcome.reuse.cause) == (128, 172, "worker_restart")
+    again = bench.ask([*tokens[:310], *prompt(9, 40)], SHORT, session="s")
+    assert again.reuse.replayed > 0 and again.reuse.cause == "no_anchor"

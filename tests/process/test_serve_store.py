@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,31 @@ def test_state_outlives_the_worker_and_is_gone_when_forgotten(real: ChildServer,
     assert store_command(real, store, "stat")["server"]["extents"] == 0
     assert list(store.rglob("*.seg")) == []
     assert reuse(ask(real.url, other))["cause"] == "first_request"
+
+
+def test_the_cause_is_the_fingerprint_where_the_weights_changed_and_only_there(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One conversation, asked of servers over one store: the same model in another folder and with another context,
+    other weights, and the first ones again."""
+    for name, value in (child_environment() | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(tiny, copy)
+    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(other), "--seed", "7"]
+    subprocess.run(make, check=True, capture_output=True)
+    told = []
+    for model, context in ((tiny, "3000"), (copy, "4000"), (other, "3000"), (other, "3000"), (tiny, "3000")):
+        small = ("--kernels", "reference", "--threads", "1", "--no-idle-prefill", "--kv-bytes", "16m")
+        with ChildServer(("--model", str(model), "--context-length", context, *small), tmp_path / "server") as server:
+            answer = ask(server.url, SECRET * 40)
+            detail = get(server.url, f"/v1/sessions/{answer.headers['x-ft-session']}")
+            told.append(reuse(answer)["cause"])
+            assert detail["requests"][-1]["cause"] == told[-1]
+            assert get(server.url, "/v1/stats")["sessions"][f"cause_{told[-1]}"] == 1
+            server.wait_until_stored()
+    assert told[0] == "first_request" and told[2] == "fingerprint"
+    assert "fingerprint" not in (told[1], told[3], told[4])
 
 
 def reuse(answer: httpx.Response) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class HashModel:
 
     def __init__(self, vocab: int, *, extra: bool = False) -> None:
         self.vocab_size = vocab
-        self.manifest = Manifest(LAYERS, 1, WIDTH, (*RECURRENT, (6,)) if extra else RECURRENT)
+        recurrent = (*RECURRENT, (6,)) if extra else RECURRENT
+        at = tuple(range(1, 1 + len(recurrent)))
+        self.manifest = Manifest(LAYERS, 1, WIDTH, recurrent, attention_at=tuple(range(LAYERS)), recurrent_at=at)
         self.fed = 0
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
@@ -82,13 +84,15 @@ class HashModel:
         self.fed += len(tokens)
         for segment, (first, rows, position, slot) in enumerate(batch.segments.tolist()):
             table = batch.page_table[segment].tolist()
-            states = self._read(cache, slot)
             pages = torch.tensor([table[at // 64] for at in range(position, position + rows)])
             places = torch.arange(position, position + rows) % 64
             for layer in range(LAYERS):
+                cache.wait(layer)
                 keys = np.array([entry(layer, position + row, tokens[first + row]) for row in range(rows)], np.float32)
                 cache.keys[layer][pages, places, 0] = torch.from_numpy(keys)
                 cache.values[layer][pages, places, 0] = torch.from_numpy(-keys)
+            cache.wait(len(cache.states))
+            states = self._read(cache, slot)
             for row in range(rows):
                 token = tokens[first + row]
                 states = [mixed(tensor % 2, before, token) for tensor, before in enumerate(states)]

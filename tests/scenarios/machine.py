@@ -17,6 +17,7 @@ from engine.api import Admitted, Anchor, Done, EngineConfig, Failed, ModelInfo, 
 from engine.layers.reference import ReferenceOps
 from engine.loading import Engine
 from engine.memory.memory import Memory
+from engine.memory.restore import layer_groups
 from engine.memory.store import StateStore
 from engine.runner import Runner
 from engine.sampling import Logits
@@ -167,6 +168,7 @@ class Machine:
             checkpoints=setup.checkpoints,
             recurrent=True,
             store=store,
+            groups=layer_groups(model.manifest.page_layers, model.manifest.state_layers),
         )
         info = ModelInfo(
             path="",

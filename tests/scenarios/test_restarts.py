@@ -12,7 +12,7 @@ import pytest
 from dialogue import Dialogue, House
 from machine import HOUR, Machine, Make, tokens
 
-from engine.memory.store import Buffers, PageRef, Reading, StateRef
+from engine.memory.store import PageRef, Part, Reading, StateRef
 from parsers.conversation import Text
 from sessions.store.config import StoreKeyError
 from sessions.store.store import Store
@@ -86,12 +86,15 @@ class Lossy:
         limit = self.lose_states
         return [one for one in self.inner.states(parent, rest) if limit < 0 or one.position <= limit]
 
-    def read(self, ref: PageRef | StateRef, into: Buffers) -> Reading:
-        kind = "state" if hasattr(ref, "tail") and not ref.tokens else "page"
+    def read_parts(self, parts: Sequence[Part]) -> list[Reading]:
+        return [self._read(part) for part in parts]
+
+    def _read(self, part: Part) -> Reading:
+        kind = "state" if hasattr(part[0], "tail") and not part[0].tokens else "page"  # type: ignore[union-attr]
         if kind in self.fail or "any" in self.fail:
             self.failed += 1
             return Lost()
-        return self.inner.read(ref, into)  # type: ignore[arg-type]
+        return self.inner.read_parts([part])[0]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -165,6 +165,7 @@ class FakeEngine:
     """Remembers every token it computed and resumes anywhere; a restart forgets all."""
 
     incarnation: str = "one"
+    fingerprint: str = "these weights"
     known: list[tuple[int, ...]] = field(default_factory=list)
 
     def divergence(self, ids: Sequence[int]) -> int:
@@ -222,7 +223,7 @@ class Agent:
         self, *blocks: Block, meta: RequestMeta | None = None, tools: tuple[Tool, ...] | None = None, cut: int = 0
     ) -> Outcome:
         conversation = Conversation(tuple(self.turns), self.tools if tools is None else tools)
-        visit = self.sessions.begin(meta or self.meta, conversation, self.engine.incarnation)
+        visit = self.sessions.begin(meta or self.meta, conversation, self.engine.incarnation, self.engine.fingerprint)
         prompt = self.family.render(visit.conversation, effort=self.effort)
         divergence = self.engine.divergence(prompt.ids)
         report = visit.report(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsers.conversation import Text, Thinking, Tool, ToolCall, ToolOutput, Turn
-from sessions.causes import GRAIN, Asked, Facts, Reuse, counted, explain, facts
+from sessions.causes import GRAIN, Asked, Cause, Facts, Reuse, counted, explain, facts
 from sessions.digest import pack, turn_digest
 
 TURNS = tuple(turn_digest(Turn("user", (Text(text),))) for text in "abcd")
@@ -65,6 +66,34 @@ def test_the_rest_of_a_page_hides_no_edit_after_a_restart() -> None:
     assert explain(seen(edited, PAST, Reuse(448, 0, 652))) == "tools_changed"
     assert explain(seen(edited, PAST, Reuse(0, 0, 1100))) == "worker_restart"
     assert explain(seen(edited, PAST, Reuse(0, 500, 600), "evicted")) == "tools_changed"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "cause"),
+    [("a", "b", "fingerprint"), ("a", "a", "worker_restart"), ("", "b", "worker_restart"), ("a", "", "fingerprint")],
+)
+def test_another_fingerprint_comes_before_the_restart_that_it_needs(then: str, now: str, cause: str) -> None:
+    past, again = replace(PAST, fingerprint=then), replace(asked(1100, incarnation="two"), fingerprint=now)
+    assert explain(seen(again, past, Reuse(0, 0, 1100))) == cause
+    assert explain(seen(again, past, Reuse(999, 0, 101))) == "none"
+    edited = replace(again, tokens=asked(500).tokens + pack(range(2000, 2600)), tools=b"x")
+    assert explain(seen(edited, past, Reuse(448, 0, 652))) == "tools_changed"
+    assert explain(seen(edited, past, Reuse(0, 0, 1100))) == cause
+
+
+def test_pages_without_a_checkpoint_are_what_a_dead_worker_leaves() -> None:
+    again = asked(1100, incarnation="two")
+    assert explain(seen(again, PAST, Reuse(960, 39, 101), "worker_restart")) == "worker_restart"
+    assert explain(seen(again, PAST, Reuse(960, 20, 120), "worker_restart")) == "worker_restart"
+    assert explain(seen(NOW, PAST, Reuse(960, 39, 101), "worker_restart")) == "no_anchor"
+    edited = replace(again, tokens=asked(500).tokens + pack(range(2000, 2600)), tools=b"x")
+    assert explain(seen(edited, PAST, Reuse(448, 52, 600), "worker_restart")) == "tools_changed"
+    assert explain(seen(edited, PAST, Reuse(128, 372, 600), "worker_restart")) == "worker_restart"
+
+
+def test_the_readme_names_every_cause() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [cause for cause in get_args(Cause) if f"`{cause}`" not in text] == []
 
 
 @pytest.mark.parametrize("past", [True, False])

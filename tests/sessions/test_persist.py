@@ -109,10 +109,74 @@ def test_tokens_of_another_tokenizer_are_never_used(worlds: Any, families: Any, 
     other.identity = b"another template"
     foreign = agent.fork(sessions=worlds(family=other, persist=opened()).sessions, family=other)
     outcome = foreign.ask(Text("Done."))
-    assert outcome.report.cause == "first_request"
+    assert outcome.report.cause == "fingerprint"
     assert all(turn.sampled is None for turn in outcome.visit.conversation.turns)
     restarted(worlds, world, agent, opened())
     assert agent.ask(Text("Done.")).report.cause == "none"
+
+
+@pytest.mark.parametrize("harness", ["claude", "chat"])
+def test_the_fingerprint_is_named_where_it_is_the_cause_and_only_there(worlds: Any, opened: Open, harness: str) -> None:
+    world = worlds(persist=opened())
+    agent = getattr(world, harness)()
+    loop(agent)
+    again = restarted(worlds, world, agent, opened())
+    world.engine.restart()
+    world.engine.fingerprint = "other weights"
+    outcome = agent.outputs("out").say(call())
+    assert (outcome.report.cause, outcome.report.resumed, outcome.report.replayed > 0) == ("fingerprint", 0, True)
+    assert "cause=fingerprint" in outcome.report.header()
+    assert again.sessions.get(outcome.visit.session_id).requests[-1].cause == "fingerprint"
+    assert again.sessions.stats()["cause_fingerprint"] == 1
+    assert agent.outputs("out").say(call()).report.cause == "none"
+    world.engine.restart()
+    assert agent.outputs("out").say(call()).report.cause == "worker_restart"
+
+
+@pytest.mark.parametrize("harness", ["claude", "chat"])
+def test_a_conversation_of_another_tokenizer_is_known_and_a_new_one_is_not(
+    worlds: Any, families: Any, opened: Open, harness: str
+) -> None:
+    world = worlds(family=families["keeps"](), persist=opened())
+    agent = getattr(world, harness)()
+    loop(agent)
+    other = families["keeps"]()
+    other.identity = b"another template"
+    foreign = worlds(family=other, persist=opened())
+    new = replace(agent.meta, headers={**agent.meta.headers, "x-claude-code-session-id": "c2"})
+    fresh = foreign.agent(new, system=["You are another."]).user("Hello.").ask(Text("Hi."))
+    assert fresh.report.cause == "first_request"
+    known = agent.fork(sessions=foreign.sessions, family=other).outputs("out").ask(Text("Done."))
+    assert known.report.cause == "fingerprint"
+    foreign.sessions.forget_all()
+    again = agent.fork(sessions=foreign.sessions, family=other).outputs("out").ask(Text("Done."))
+    assert again.report.cause == "first_request"
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_no_file_has_a_token_of_a_session_that_was_forgotten(
+    worlds: Any, opened: Open, tmp_path: Path, all_of_it: bool
+) -> None:
+    def found() -> bool:
+        files = [path for path in (tmp_path / "sessions").rglob("*") if path.is_file()]
+        return any(piece in path.read_bytes() for path in files for piece in (b"xylophone", b"marimba"))
+
+    persist = opened()
+    world = worlds(persist=persist)
+    agent = world.claude().user("xylophone " * 50)
+    for number in range(5):
+        agent.say(Thinking(f"marimba {number} " * 30), call(f"xylophone {number}"))
+        agent.outputs("xylophone")
+        assert persist.flush(10)
+    other = world.chat().user("Something else.")
+    other.say(Text("Yes."))
+    assert persist.flush(10) and found()
+    session = next(one.id for one in world.sessions.list() if one.harness == "claude-code")
+    assert world.sessions.forget_all() if all_of_it else world.sessions.forget(session)
+    assert world.sessions.flush(10) and not found()
+    again = restarted(worlds, world, other, opened())
+    assert len(again.sessions.list()) == (0 if all_of_it else 1)
+    assert (other.user("Go on.").ask(Text("No.")).report.cause == "first_request") == all_of_it
 
 
 def test_a_family_is_known_by_its_tokenizer_and_template(families: Any) -> None:

@@ -62,9 +62,9 @@ class Page:
     text: bytes
     position: int
 
-    def put(self, store: Store) -> None:
+    def put(self, store: Store, session: str = "") -> None:
         data = content(self.parent, self.text, page_sizes(self.text))
-        store.put_page(self.parent, self.key, self.text, data, position=self.position)
+        store.put_page(self.parent, self.key, self.text, data, position=self.position, session=session)
 
 
 def chain(seed: object, count: int, start: bytes = ROOT, at: int = 0) -> list[Page]:

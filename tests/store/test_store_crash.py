@@ -17,7 +17,8 @@ from sessions.store.store import Store, open_store
 
 POINTS = (
     "extent.written", "segment.created", "segment.roll", "index.commit", "map.grow", "rebuild.start",
-    "rebuild.segment", "gc.copied", "gc.committed", "gc.dropped", "",
+    "rebuild.segment", "gc.copied", "gc.committed", "gc.dropped", "erase.begun", "erase.wiped", "index.copied",
+    "index.compacted", "",
 )  # fmt: skip
 PAGES = 6
 MANY = 100
@@ -48,6 +49,8 @@ def work(store: Store, numbers: range, chance: random.Random, acknowledge: Calla
         put_state(store, parent, tail, 64 * PAGES + len(tail) // 4, session=str(number))
         if store.flush(20.0):
             acknowledge(number)
+        if chance.random() < 0.1:
+            store.forget("nobody")
         if chance.random() < 0.3:
             store.collect(20.0)
 

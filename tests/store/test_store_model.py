@@ -27,7 +27,7 @@ from xxhash import xxh3_128_digest
 from sessions.store.format import Place
 from sessions.store.mirror import Entry
 from sessions.store.payload import Pool
-from sessions.store.retention import Budget, Item, Level, Point, Prior, thin, victims
+from sessions.store.retention import Budget, Item, Level, Point, thin, victims
 from sessions.store.store import Store, open_store
 
 ALPHABET = [tokens(number) for number in range(3)]
@@ -212,7 +212,7 @@ def test_thinning_keeps_both_ends_covered() -> None:
     """Down to 16 of 500 equally likely ones: the end is dense, the start is not lost."""
     points = [Point(64 * number, 1.0, False) for number in range(1, 501)]
     while len(points) > 16:
-        victim = thin(points, Prior())
+        victim = thin(points)
         assert victim is not None
         del points[victim]
     positions = [point.position for point in points]
