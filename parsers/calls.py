@@ -223,7 +223,7 @@ class Calls:
     ) -> Step[tuple[bool, str]]:
         """One call behind its opener. Returns whether it was a call, and a delimiter behind it that is consumed."""
         source = self._source
-        log = [found]
+        begun, log = source.position, [found]
 
         def begin() -> None:
             source.logs.pop()
@@ -241,7 +241,8 @@ class Calls:
             stop = yield from self._reader.read(source, call)
             complete = True
         except Malformed:
-            stop = source.just_read(self._hard)
+            # what was read last may be the opener, before this call: then nothing stopped it
+            stop = source.just_read(self._hard) if source.position > begun else ""
         except Interrupted as interrupted:
             stop = interrupted.stop
         except Cut:

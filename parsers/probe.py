@@ -112,6 +112,7 @@ class _Examination:
     def __init__(self, wire_format: Format, tokenizer: Tokenizer, template: Encoder) -> None:
         self._format, self._tokenizer, self._template = wire_format, tokenizer, template
         self._wire = Wire.resolve(wire_format, tokenizer)
+        self._base = Renderer(wire_format, tokenizer, template, Traits())
 
     def fit(self) -> Fit:
         """Raises Mismatch, RenderError."""
@@ -124,7 +125,7 @@ class _Examination:
         return Fit(renderer, _probe(renderer), score)
 
     def _renderer(self, traits: Traits) -> Renderer:
-        return Renderer(self._format, self._tokenizer, self._template, traits)
+        return self._base.with_traits(traits)
 
     def _head(self) -> Traits:
         """Where the template puts tools and system text."""

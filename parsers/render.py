@@ -17,8 +17,10 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 
+from parsers.alternatives import alternatives
 from parsers.conversation import Conversation, Sampled, Thinking, ToolCall
 from parsers.encoders.message import Encoder
 from parsers.format import Effort, Format
@@ -48,9 +50,15 @@ class Renderer:
         self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
         self._tokenizer, self._template = tokenizer, template
         self._edges = Edges(tokenizer.control)
-        self._control_text = re.compile("|".join(map(re.escape, tokenizer.control)) or "(?!)")
+        self._control_text = re.compile(alternatives(tokenizer.control))
         self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
         self._known: OrderedDict[bytes, tuple[tuple[int, int, SpanKind], ...]] = OrderedDict()
+
+    def with_traits(self, traits: Traits) -> Renderer:
+        """The same for other traits; what knows the vocabulary is shared."""
+        other = copy(self)
+        other.traits, other._planner = traits, Planner(self.format, self.guard, traits)
+        return other
 
     @property
     def source(self) -> str:
