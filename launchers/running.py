@@ -21,16 +21,22 @@ class ServerProblem(Exception):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """``url`` has no path and no trailing slash; ``context_length`` is in tokens."""
+    """``url`` has no path and no trailing slash; ``context_length`` is in tokens, and so is ``max_output``, the longest
+    answer (0: what the context leaves)."""
 
     url: str
     model: str
     context_length: int
     api_key: str = ""
+    max_output: int = 0
 
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
+
+    def output_tokens(self, most: int) -> int:
+        """The longest answer a client should ask for: most of the context is the prompt's."""
+        return min(most, self.context_length // 4, self.max_output or most)
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -113,7 +119,8 @@ def find_server(url: str, api_key: str = "") -> RunningServer:
     """Ask the server at ``url`` for its model and context length. Raises ServerProblem."""
     try:
         first = get(url, "/v1/models", api_key)["data"][0]
-        server = RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key)
+        limits = int(first["context_length"]), int(first.get("max_output_tokens", 0))
+        server = RunningServer(url.rstrip("/"), str(first["id"]), limits[0], api_key, limits[1])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerProblem(
             f"what answers at {url} is not ft (its models have no context length): name the right address with "
