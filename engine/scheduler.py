@@ -35,6 +35,7 @@ from engine.memory.restore import RestoreFailed
 from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.models.model import Progress
+from engine.pace import Pace
 from engine.refusal import refuse
 from engine.sampling import Logits, check_scores
 from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
@@ -73,6 +74,7 @@ class Scheduler:
         self._outbox: list[Reply] = []
         self._order = 0
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.pace = Pace()
 
     @classmethod
     def load(
@@ -192,7 +194,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             sequence.lease = self.memory.open(
                 plan, request.session, side=request.side, background=request.background, last_resort=not fits,
-                layered=not (self._running or request.background),
+                layered=self._hidden(sequence, plan),
             )  # fmt: skip
             sequence.started = sequence.started or time.monotonic()
             if sequence.lease.restore is None:
@@ -202,6 +204,13 @@ class Scheduler:
                 self._waste(sequence)
                 sequence.plan = plan
                 self._restoring.append(sequence)
+
+    def _hidden(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether the first forward can go along with the reads, and is long enough for that to pay. Not that of a
+        background request, which gives way at once."""
+        tokens = min(len(sequence.tokens) - plan.position, self._config.chunk_tokens)
+        alone = not (self._running or sequence.request.background)
+        return alone and self.pace.hides(plan.disk_bytes, tokens)
 
     def _shared_by_another(self, sequence: Sequence, plan: Plan) -> bool:
         """Whether another is reading what this one would read too, or its prefill is about to compute a page or more
@@ -257,6 +266,8 @@ class Scheduler:
         None; else its plan."""
         lease, plan = sequence.leased, sequence.plan
         size = lease.restore.size if lease.restore else 0
+        if lease.restore and not (lease.restore.layered or self._running):
+            self.pace.read(lease.restore.disk_bytes, lease.restore.seconds)
         self._restoring.remove(sequence)
         sequence.plan = None
         sequence.reach = self.memory.restored(lease, sequence.tokens)
@@ -292,7 +303,9 @@ class Scheduler:
             return False
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
+        start = time.perf_counter()
         logits = iter(self._runner.forward(parts).numpy())
+        self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start)
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
             self._fed(sequence, count, taken, logits)
@@ -314,10 +327,9 @@ class Scheduler:
 
     def _overlap(self) -> bool:
         """Feed the first chunk of a sequence that is still being restored, alone, each layer as soon as its part was
-        read. Only when nothing else can be computed, for others would have to wait for the store, too, and not for a
-        background request, which gives way at once. False if there is none, or if what was read turned out wrong;
-        then nothing of it has happened."""
-        going = (one for one in self._restoring if not one.request.background and one.leased.right)
+        read. Only when nothing else can be computed, for others would have to wait for the store, too. False if there
+        is none, or if what was read turned out wrong; then nothing of it has happened."""
+        going = (one for one in self._restoring if one.leased.layered and one.leased.right)
         sequence = None if self._running else next(going, None)
         if sequence is None or sequence.plan is None:
             return False

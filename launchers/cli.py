@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launchers import ctl, serve_options
-from launchers.agents import claude, codex
-from launchers.agents.common import Launch, LaunchError, describe, start
-from launchers.running import DEFAULT_URL, RunningServer, ServerProblem, find_server, first_key
+from launchers import ctl, launch_cmd, serve_options
+from launchers.agents.common import LaunchError
+from launchers.agents.registry import HARNESSES
+from launchers.running import DEFAULT_URL, ServerProblem, first_key
 
 Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
 Handler = Callable[[argparse.Namespace, Sequence[str]], int]
-ASSUMED_CONTEXT = 131_072
-PASSED_ON = "Arguments after `--` go to {} as they are."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,78 +128,20 @@ def run_serve(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def add_launch(commands: Commands[argparse.ArgumentParser]) -> None:
-    lines = ("ft launch claude", "ft launch codex --dry-run", 'ft launch codex -- exec "explain this repository"')
-    parser = add_command(commands, "launch", "start a coding agent on the running server", *lines)
-    agents = parser.add_subparsers(title="agents", metavar="AGENT", required=True)
-    lines = ("ft launch claude", 'ft launch claude -- -p "fix the failing test"', "ft launch claude --dry-run")
-    more = PASSED_ON.format("claude")
-    agent = add_command(agents, "claude", "start Claude Code", *lines, more=more)
-    add_agent_options(agent, "claude", "CLAUDE_CONFIG_DIR (the env block of a settings.json there wins over ft)")
-    agent.set_defaults(handler=launch_claude)
-    lines = ("ft launch codex", 'ft launch codex -- exec "fix the failing test"', "ft launch codex --home ~/.codex")
-    agent = add_command(agents, "codex", "start Codex", *lines, more=PASSED_ON.format("codex"))
-    add_agent_options(agent, "codex", "CODEX_HOME (nothing is written there; settings go as -c flags)")
-    agent.add_argument("--catalog", type=Path, metavar="FILE", help="a model catalog of yours, instead of ft's")
-    agent.set_defaults(handler=launch_codex)
-
-
-def add_agent_options(parser: argparse.ArgumentParser, program: str, home: str) -> None:
-    parser.set_defaults(agent=True)
-    add_server_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show what would be done, and touch nothing")
-    parser.add_argument("--program", default=program, metavar="FILE", help="the client to run (default: from PATH)")
-    parser.add_argument("--home", type=Path, metavar="DIR", help=f"your own {home}; default: a directory of ft's")
-    parser.add_argument(
-        "--keep-env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="leave this variable as it is, where ft would set or remove it (may be repeated)",
+    parser = add_command(
+        commands,
+        "launch",
+        "start a coding agent on the running server",
+        *("ft launch", "ft launch claude", "ft launch codex --dry-run", 'ft launch pi -- -p "explain this repository"'),
+        more="Without a name, lists the agents and says which are installed.",
     )
-
-
-def server_for(options: argparse.Namespace) -> RunningServer:
-    """The running server; a dry run can do without. Raises ServerProblem."""
-    key = first_key(options.api_key_file)
-    try:
-        return find_server(options.url, key)
-    except ServerProblem as problem:
-        if not options.dry_run:
-            raise
-        print(f"warning: {problem}. Shown as for a server with {ASSUMED_CONTEXT:,} tokens of context", file=sys.stderr)
-        return RunningServer(options.url.rstrip("/"), "local-moe", ASSUMED_CONTEXT, key)
-
-
-def launch_claude(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    environ = dict(os.environ)
-    server = server_for(options)
-    home = options.home and options.home.absolute()
-    launch = claude.plan(server, arguments, environ, program=options.program, home=home, keep=options.keep_env)
-    if not options.dry_run:
-        claude.check_installed(options.program, environ)
-    warning = claude.node_warning(options.program, environ)
-    return carry_out(launch, environ, (*launch.warnings, *([warning] if warning else [])), dry_run=options.dry_run)
-
-
-def launch_codex(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    environ = dict(os.environ)
-    server = server_for(options)
-    home, catalog = (path and path.absolute() for path in (options.home, options.catalog))
-    launch = codex.plan(
-        server, arguments, environ, program=options.program, home=home, catalog=catalog, keep=options.keep_env
-    )
-    if not options.dry_run:
-        codex.check_installed(options.program, environ)
-    return carry_out(launch, environ, launch.warnings, dry_run=options.dry_run)
-
-
-def carry_out(launch: Launch, environ: Mapping[str, str], warnings: Sequence[str], *, dry_run: bool) -> int:
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if dry_run:
-        print(describe(launch, environ))
-        return 0
-    start(launch, environ)
+    parser.set_defaults(handler=launch_cmd.listing)
+    agents = parser.add_subparsers(title="agents", metavar="AGENT")
+    for harness in HARNESSES:
+        more = launch_cmd.PASSED_ON.format(harness.title)
+        agent = add_command(agents, harness.name, f"start {harness.title}", *launch_cmd.examples(harness), more=more)
+        launch_cmd.add_options(agent, harness)
+        add_server_options(agent)
 
 
 # -- demo, ctl --------------------------------------------------------------------------------------------------------

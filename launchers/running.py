@@ -21,18 +21,24 @@ class ServerProblem(Exception):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """``url`` has no path and no trailing slash; ``context_length`` is in tokens. ``efforts``: the levels of thinking
-    that the model knows, from less to more; with "none" it can do without."""
+    """``url`` has no path and no trailing slash; ``context_length`` is in tokens, and so is ``max_output``, the longest
+    answer (0: what the context leaves). ``efforts``: the levels of thinking that the model knows, from less to more;
+    with "none" it can do without."""
 
     url: str
     model: str
     context_length: int
     api_key: str = ""
     efforts: tuple[str, ...] = ()
+    max_output: int = 0
 
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
+
+    def output_tokens(self, most: int) -> int:
+        """The longest answer a client should ask for: most of the context is the prompt's."""
+        return min(most, self.context_length // 4, self.max_output or most)
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
@@ -116,7 +122,8 @@ def find_server(url: str, api_key: str = "") -> RunningServer:
     try:
         first = get(url, "/v1/models", api_key)["data"][0]
         efforts = tuple(map(str, first.get("reasoning_efforts", ())))
-        server = RunningServer(url.rstrip("/"), str(first["id"]), int(first["context_length"]), api_key, efforts)
+        limits = int(first["context_length"]), int(first.get("max_output_tokens", 0))
+        server = RunningServer(url.rstrip("/"), str(first["id"]), limits[0], api_key, efforts, limits[1])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerProblem(
             f"what answers at {url} is not ft (its models have no context length): name the right address with "

@@ -120,7 +120,7 @@ def plain_model(model: dict[str, Any], control: Container[str], ordinary: Mappin
     """A model without control tokens: no text becomes one. The library takes an added token's id from the model, or
     else it would give it one of its own."""
     vocabulary = {text: token for text, token in model["vocab"].items() if text not in control}
-    plain = model | {"vocab": vocabulary | ordinary}
+    plain = model | {"vocab": {**vocabulary, **ordinary}}
     if len(vocabulary) < len(model["vocab"]):
         merges = [merge for merge in model.get("merges", ()) if "".join(_parts(merge)) not in control]
         plain["merges"] = [merge for merge in merges if not any(part in control for part in _parts(merge))]

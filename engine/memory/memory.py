@@ -48,6 +48,11 @@ class Lease:
     last_resort: bool = False
 
     @property
+    def layered(self) -> bool:
+        """Whether it is read in parts, for a forward to go along."""
+        return self.restore is not None and self.restore.layered
+
+    @property
     def right(self) -> bool:
         """Whether nothing that was read into it has been found wrong so far."""
         return self.restore is None or self.restore.right

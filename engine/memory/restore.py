@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -11,9 +12,7 @@ from typing import Protocol
 
 from engine.api import PAGE
 from engine.memory.behind import Source
-from engine.memory.index import Node
 from engine.memory.resume import Plan
-from engine.memory.states import Checkpoint
 from engine.memory.store import PageRef, Part, Reading, StateRef, StateStore
 
 ALL = slice(None)
@@ -64,12 +63,12 @@ class Restore:
     """What a plan wants of the store, held there from the start until it was read. All or nothing: the sequence may go
     on at ``position`` when everything is there and right. What is not right lowers ``limit``, the position up to which
     the next plan may reach. ``finite``: the state has shown no number that is not. ``keep``: a slot for a copy of the
-    state as it was read, which the sequence itself then changes."""
+    state as it was read, which the sequence itself then changes. ``layered``: in parts; ``seconds`` it took."""
 
     def __init__(self, store: StateStore, plan: Plan, groups: Sequence[Group] = WHOLE) -> None:
         self.position = plan.position
         self.limit = plan.position
-        self.state = None if isinstance(plan.checkpoint, Checkpoint) else plan.checkpoint
+        self.state = plan.state_read
         self.finite = True
         self.keep: int | None = None
         self._store = store
@@ -77,12 +76,15 @@ class Restore:
         self._arrived = 0
         self._first = len(plan.pages)
         self._pages = list(plan.stored)
-        if plan.partial is not None and not isinstance(plan.partial, Node):
-            self._pages.append(plan.partial)
+        if plan.partial_read is not None:
+            self._pages.append(plan.partial_read)
         self._refs: list[PageRef | StateRef] = [*self._pages]
         if self.state is not None:
             self._refs.append(self.state)
         self.size = sum(ref.size for ref in self._refs)
+        self.disk_bytes = plan.disk_bytes
+        self.seconds = 0.0
+        self.layered = len(groups) > 1
         self._pending: deque[tuple[int, int, Reading]] = deque()
         store.hold(self._refs)
 
@@ -94,7 +96,7 @@ class Restore:
     def begin(self, mover: Mover, slot: int, table: Sequence[int]) -> None:
         """Ask for everything, group by group, in each the state first. Without one page, a plan can reach as far as
         what lies before it."""
-        self._mover, self._slot = mover, slot
+        self._mover, self._slot, self._begun = mover, slot, time.perf_counter()
         state = mover.state_bytes(slot) if self.state is not None else ()
         pages = [
             (PAGE * at, ref, mover.page_bytes(table[at], len(ref.tokens) // 4))
@@ -155,4 +157,5 @@ class Restore:
         if not reading.wait():
             self.limit = min(self.limit, limit)
         if not self._pending:
+            self.seconds = time.perf_counter() - self._begun
             self._store.release(self._refs)

@@ -37,9 +37,21 @@ class Plan:
     @property
     def reads(self) -> bool:
         """Whether anything has to be read from the store."""
-        partial_read = self.partial is not None and not isinstance(self.partial, Node)
-        state_read = self.checkpoint is not None and not isinstance(self.checkpoint, Checkpoint)
-        return bool(self.stored) or partial_read or state_read
+        return bool(self.stored) or self.partial_read is not None or self.state_read is not None
+
+    @property
+    def partial_read(self) -> PageRef | None:
+        return None if isinstance(self.partial, Node) else self.partial
+
+    @property
+    def state_read(self) -> StateRef | None:
+        return None if isinstance(self.checkpoint, Checkpoint) else self.checkpoint
+
+    @property
+    def disk_bytes(self) -> int:
+        """What has to be read from the disk."""
+        refs = (*self.stored, self.partial_read, self.state_read)
+        return sum(ref.size for ref in refs if ref is not None and ref.tier == "disk")
 
 
 def plan(

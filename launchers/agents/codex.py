@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launchers.agents import toml
-from launchers.agents.common import (
-    LOCAL_KEY,
-    Launch,
-    LaunchError,
-    PlannedFile,
-    cloud_variables,
-    installed,
-    state_directory,
-    without_proxy,
-)
+from launchers.agents.common import LaunchError, PlannedFile
+from launchers.agents.harness import Ask, Harness, Package, Recipe
+from launchers.agents.merging import merge
 from launchers.running import RunningServer
 
-TESTED_VERSION = "0.169.0"
-PACKAGE = f"@openai/codex@{TESTED_VERSION}"
 KEY_VARIABLE = "FT_API_KEY"
 INSTRUCTIONS = Path(__file__).with_name("codex_instructions.md")
 _LEVELS = {
@@ -35,45 +25,25 @@ _LEVELS = {
     "max": "All the thinking that the model can do",
 }
 HEADER = "# `ft launch codex` sets the keys below at each start and keeps all others.\n\n"
+DAEMONS = Path("packages", "app-server-daemon")
+"""Where, in its home, Codex keeps the copies of itself that go on running after it."""
 
 
-def plan(
-    server: RunningServer,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    program: str = "codex",
-    home: Path | None = None,
-    catalog: Path | None = None,
-    keep: Collection[str] = (),
-) -> Launch:
-    """How to start Codex. ``home`` is a CODEX_HOME of the user's: nothing is written there, and the settings go as
-    ``-c`` flags. ``catalog`` is a model catalog of the user's, in place of ours. Reads, and touches nothing.
+def recipe(ask: Ask) -> Recipe:
+    """Into a CODEX_HOME of the user's nothing is written: the settings go as ``-c`` flags. A later flag wins, so the
+    user's own arguments may name another catalog.
 
     Raises LaunchError where the configuration in ft's own directory cannot be read.
     """
-    own = state_directory(environ) / "codex"
-    ours = PlannedFile(own / "model_catalog.json", json.dumps(model_catalog(server), indent=2) + "\n")
-    settings = configuration(server, catalog or ours.path)
-    files = [] if catalog else [ours]
-    flags: tuple[str, ...] = ()
-    if home:
+    catalog = PlannedFile(ask.own / "model_catalog.json", json.dumps(model_catalog(ask.server), indent=2) + "\n")
+    settings = configuration(ask.server, catalog.path)
+    environment = {"CODEX_HOME": str(ask.home or ask.own), KEY_VARIABLE: ask.key}
+    if ask.home:
         flags = tuple(part for assignment in toml.assignments(settings) for part in ("-c", assignment))
-    else:
-        merged = merge(existing(own / "config.toml"), settings)
-        files.append(PlannedFile(own / "config.toml", HEADER + toml.document(merged)))
-    recipe = {
-        "CODEX_HOME": str(home or own),
-        KEY_VARIABLE: server.api_key or LOCAL_KEY,
-        **without_proxy(environ, server),
-    }
-    return Launch(
-        command=(program, *flags, *arguments),
-        environment={name: value for name, value in recipe.items() if name not in keep or name not in environ},
-        removed=cloud_variables(environ, keep),
-        files=tuple(files),
-        secrets=(server.api_key,) if server.api_key else (),
-    )
+        return Recipe(environment, flags=flags, files=(catalog,))
+    merged = merge(existing(ask.own / "config.toml"), settings)
+    written = PlannedFile(ask.own / "config.toml", HEADER + toml.document(merged))
+    return Recipe(environment, files=(catalog, written), leftovers=ask.own / DAEMONS)
 
 
 def configuration(server: RunningServer, catalog: Path) -> dict[str, Any]:
@@ -82,6 +52,8 @@ def configuration(server: RunningServer, catalog: Path) -> dict[str, Any]:
         "model": server.model,
         "model_provider": "ft",
         "model_catalog_json": str(catalog),
+        # Codex compacts beyond this; the rest is for what one step may add.
+        "model_auto_compact_token_limit": server.context_length * 4 // 5,
         "web_search": "disabled",
         "model_providers": {
             "ft": {
@@ -162,16 +134,13 @@ def existing(path: Path) -> dict[str, Any]:
         raise LaunchError(f"cannot read {path} ({error}): correct it, or delete it to start afresh") from error
 
 
-def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """``old`` with the leaves of ``new`` set."""
-    merged = dict(old)
-    for name, value in new.items():
-        before = merged.get(name)
-        merged[name] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def check_installed(program: str, environ: Mapping[str, str]) -> None:
-    """Raises LaunchError with the command that installs it."""
-    if not installed(program, environ):
-        raise LaunchError(f"{program} is not installed. Install it (Node 16 or newer): npm install -g {PACKAGE}")
+HARNESS = Harness(
+    name="codex",
+    title="Codex",
+    program="codex",
+    package=Package("npm", "@openai/codex", "0.169.0", node=16),
+    recipe=recipe,
+    first_request=5_000,
+    home="CODEX_HOME (nothing is written there; settings go as -c flags)",
+    example='exec "fix the failing test"',
+)

@@ -21,7 +21,9 @@ _SPELLED = "\nWrite calls exactly like this, one or several between the outer ma
 
 def _tools(call: str) -> ToolsText:
     """Templates of these checkpoints often know nothing of tools; ``call`` is an example."""
-    return ToolsText(_DECLARED, f"{_SPELLED}{_SECTION.open}<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>{_SECTION.close}")
+    return ToolsText(
+        _DECLARED, f"{_SPELLED}{_SECTION.open}<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>{_SECTION.close}"
+    )
 
 
 V3 = Format(

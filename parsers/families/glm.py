@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.families.hermes import CHATML
 from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns
 
 _PARAMETERS = Tagged(open="<arg_key>", open_end="</arg_key>\n<arg_value>", close="</arg_value>", trim="none")

@@ -64,6 +64,7 @@ class Bench:
         self.now = 0.0
         grammars = vocabulary and Grammars(vocabulary, engine.info.vocab_size)
         self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now, grammars)
+        self.scheduler.pace.always = True  # not as the rates of this machine happen to be
         self._number = 0
 
     @property

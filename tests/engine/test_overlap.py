@@ -12,11 +12,23 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from engine_support import ARCHITECTURES, GREEDY, Anchor, Bench, Outcome, Sampling, prompt, replace, same_bits
+from engine_support import (
+    ARCHITECTURES,
+    GREEDY,
+    Anchor,
+    Bench,
+    Outcome,
+    Sampling,
+    check_memory,
+    prompt,
+    replace,
+    same_bits,
+)
 from store_fake import Extent, FakeStore
 from store_support import SHORT, check, page_bytes, resumable
 
 from engine.memory.restore import LAYER_GROUPS, Restore, layer_groups
+from engine.pace import Pace
 from engine.scheduler import Scheduler
 
 LAYERS = 8
@@ -284,6 +296,70 @@ def test_two_restored_at_once_that_hardly_fit(tiny: Callable[..., Path]) -> None
         overlapped += bench.stats()["overlapped_restores"] > 0
         check(bench, again)
     assert same_bits(bench.outcomes[names[0]].logits, cold.logits) and overlapped == 8
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_first_chunk_that_finds_no_page_waits_for_the_reads(tiny: Callable[..., Path], arch: str) -> None:
+    """Its pages are with another that is restored, too: it is started when everything was read."""
+    directory, store = tiny(arch, layers=LAYERS), FakeStore()
+    before = Bench(directory, store)
+    for seed in (1, 2):
+        before.ask(prompt(seed, 300), replace(GREEDY, max_tokens=0), session=f"{seed}")
+    before.scheduler.close(1.0)
+    asked = [[*prompt(1, 300), *prompt(3, 200)], [*prompt(2, 300), *prompt(4, 20)]]
+    again = store.restarted()
+    again.delay = 10**9
+    bench = Bench(directory, again, kv_bytes=11 * page_bytes(directory))
+    names = [
+        bench.submit(tokens, SHORT, session=f"{number}", side=number == 2) for number, tokens in enumerate(asked, 1)
+    ]
+    bench.step()
+    first = bench.scheduler._restoring[0]
+    assert first.request.id == names[0] and len(first.leased.table) == 6 < -(-500 // 64)
+    assert bench.stats()["restoring"] == 2 and bench.stats()["overlapped_restores"] == 0 and again.ended == 1
+    bench.run()
+    for name, tokens in zip(names, asked, strict=True):
+        outcome = bench.outcomes[name]
+        assert same_bits(outcome.logits, Bench(directory).ask(tokens, SHORT).logits)
+        assert outcome.reuse.resumed == 300 and outcome.reuse.cause == "none"
+    assert bench.scheduler.idle and again.reading == 0 and not any(one.holds for one in again.extents)
+    check_memory(bench.memory)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_where_the_forward_would_not_hide_it_the_restore_comes_first(tiny: Callable[..., Path], arch: str) -> None:
+    """Read whole, and nothing is computed before all of it is there."""
+    directory = tiny(arch, layers=LAYERS)
+    store, tokens, cold = slow(directory)
+    bench = Bench(directory, store)
+    bench.scheduler.pace.always = False
+    name = bench.submit(tokens, SHORT, session="s")
+    while bench.outcomes[name].admitted is None:
+        assert bench.stats().get("steps", 0) == 0
+        bench.step()
+    assert store.reading == 0 and store.ended > 0
+    bench.run()
+    assert bench.stats()["overlapped_restores"] == 0 and same_bits(bench.outcomes[name].logits, cold.logits)
+    check(bench, store)
+
+
+def test_the_rates_seen_decide(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told of what was read whole from the disk, and of every forward that did not wait."""
+    directory = tiny("qwen3_5_moe", layers=LAYERS)
+    asked: list[tuple[int, int]] = []
+    for overlapped in (False, True):
+        store, tokens, _ = slow(directory)
+        told: list[tuple[str, int]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Pace, "hides", lambda _, *what, answer=overlapped: asked.append(what) or answer)
+            patch.setattr(Pace, "read", lambda _, size, seconds, told=told: told.append(("read", size)))
+            patch.setattr(Pace, "fed", lambda _, count, seconds, told=told: told.append(("fed", count)))
+            bench = Bench(directory, store)
+            bench.ask(tokens, SHORT, session="s")
+        size = int(bench.stats()["restored_bytes"])
+        fed = [("fed", 1), ("fed", 1)]
+        assert told == (fed if overlapped else [("read", size), ("fed", len(tokens) - 300), *fed])
+        assert asked.pop() == (size, len(tokens) - 300) and not asked
 
 
 def test_a_model_that_does_not_wait_is_found_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tomllib
 from pathlib import Path
@@ -18,8 +19,11 @@ from launchers.agents.common import (
     child_environment,
     cloud_variables,
     describe,
+    exports,
     without_proxy,
 )
+from launchers.agents.harness import Harness, plan
+from launchers.agents.registry import HARNESSES
 from launchers.running import RunningServer
 
 SERVER = RunningServer("http://127.0.0.1:8123", "local-moe", 65536)
@@ -52,6 +56,7 @@ CODEX = {
     "model": "local-moe",
     "model_provider": "ft",
     "model_catalog_json": "/state/ft/codex/model_catalog.json",
+    "model_auto_compact_token_limit": 52428,
     "web_search": "disabled",
     "model_providers": {
         "ft": {
@@ -84,7 +89,7 @@ def file_of(launch: Launch, name: str) -> PlannedFile:
 
 
 def test_claude_environment_and_command() -> None:
-    launch = claude.plan(SERVER, ("-p", "say hi"), ENVIRON)
+    launch = plan(claude.HARNESS, SERVER, ("-p", "say hi"), ENVIRON)
     assert launch.command == ("claude", "-p", "say hi")
     assert dict(launch.environment) == CLAUDE
     assert launch.files == (
@@ -94,22 +99,22 @@ def test_claude_environment_and_command() -> None:
 
 
 def test_claude_with_a_home_of_the_users_writes_nothing() -> None:
-    launch = claude.plan(SERVER, (), ENVIRON, home=Path("/home/me/.claude"), program="/opt/claude")
+    launch = plan(claude.HARNESS, SERVER, (), ENVIRON, home=Path("/home/me/.claude"), command=("/opt/claude",))
     assert launch.command == ("/opt/claude",) and launch.files == ()
     assert launch.environment["CLAUDE_CONFIG_DIR"] == "/home/me/.claude"
 
 
 def test_claude_leaves_most_of_a_small_context_to_the_prompt() -> None:
-    small = claude.plan(RunningServer("http://127.0.0.1:1", "m", 8192), (), ENVIRON)
+    small = plan(claude.HARNESS, RunningServer("http://127.0.0.1:1", "m", 8192), (), ENVIRON)
     assert small.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2048"
     assert small.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
     assert "too short for Claude Code" in small.warnings[0] and "ft serve --model" in small.warnings[0]
-    fewer = claude.plan(RunningServer("http://127.0.0.1:1", "m", 8192), ("--tools", "Bash"), ENVIRON)
+    fewer = plan(claude.HARNESS, RunningServer("http://127.0.0.1:1", "m", 8192), ("--tools", "Bash"), ENVIRON)
     assert fewer.warnings == ()
 
 
 def test_codex_files_environment_and_command() -> None:
-    launch = codex.plan(SERVER, ("exec", "say hi"), ENVIRON)
+    launch = plan(codex.HARNESS, SERVER, ("exec", "say hi"), ENVIRON)
     assert launch.command == ("codex", "exec", "say hi")
     assert dict(launch.environment) == {
         "CODEX_HOME": "/state/ft/codex",
@@ -141,19 +146,13 @@ def test_codex_is_told_the_efforts_of_the_model(efforts: tuple[str, ...], levels
 
 
 def test_codex_with_a_home_of_the_users_writes_only_the_catalog() -> None:
-    launch = codex.plan(SERVER, ("exec",), ENVIRON, home=Path("/home/me/.codex"))
+    launch = plan(codex.HARNESS, SERVER, ("exec",), ENVIRON, home=Path("/home/me/.codex"))
     assert launch.environment["CODEX_HOME"] == "/home/me/.codex"
     assert [file.path for file in launch.files] == [Path("/state/ft/codex/model_catalog.json")]
     assert launch.command[0] == "codex" and launch.command[-1] == "exec"
     flags = launch.command[1:-1]
     assert set(flags[::2]) == {"-c"}
     assert tomllib.loads("\n".join(flags[1::2])) == CODEX
-
-
-def test_codex_with_a_catalog_of_the_users() -> None:
-    launch = codex.plan(SERVER, (), ENVIRON, catalog=Path("/mine.json"))
-    assert [file.path.name for file in launch.files] == ["config.toml"]
-    assert tomllib.loads(launch.files[0].text)["model_catalog_json"] == "/mine.json"
 
 
 def test_codex_keeps_what_was_added_to_its_configuration(tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_codex_keeps_what_was_added_to_its_configuration(tmp_path: Path) -> None
         'model = "old"\nnotify = ["a", "b\\"c"]\n[projects."/my \\"repo\\""]\ntrust_level = "trusted"\n'
         "[features]\ngoals = true\nother = true\n[[hooks.list]]\nname = 'x'\n[empty]\n"
     )
-    written = tomllib.loads(file_of(codex.plan(SERVER, (), environ), "config.toml").text)
+    written = tomllib.loads(file_of(plan(codex.HARNESS, SERVER, (), environ), "config.toml").text)
     assert written["model"] == "local-moe" and written["notify"] == ["a", 'b"c']
     assert written["projects"] == {'/my "repo"': {"trust_level": "trusted"}}
     assert written["features"] == {**CODEX["features"], "other": True}  # type: ignore[dict-item]
@@ -176,7 +175,7 @@ def test_codex_with_a_broken_configuration_says_what_to_do(tmp_path: Path) -> No
     path.parent.mkdir(parents=True)
     path.write_text("model = ")
     with pytest.raises(LaunchError, match=r"config\.toml .*delete it"):
-        codex.plan(SERVER, (), {"XDG_STATE_HOME": str(tmp_path)})
+        plan(codex.HARNESS, SERVER, (), {"XDG_STATE_HOME": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
@@ -212,13 +211,15 @@ def test_cloud_variables_go_and_others_stay() -> None:
     }
     removed = cloud_variables(inherited, keep=("AWS_PROFILE",))
     assert set(inherited) - set(removed) == {"PATH", "EDITOR", "AWSOME", "AWS_PROFILE"}
-    child = child_environment(claude.plan(SERVER, (), {**inherited, **ENVIRON}, keep=("AWS_PROFILE",)), inherited)
+    child = child_environment(
+        plan(claude.HARNESS, SERVER, (), {**inherited, **ENVIRON}, keep=("AWS_PROFILE",)), inherited
+    )
     assert child == {"PATH": "/bin", "EDITOR": "vi", "AWSOME": "not a cloud", "AWS_PROFILE": "p", **CLAUDE}
 
 
 def test_a_kept_variable_wins_over_the_recipe() -> None:
     environ = {**ENVIRON, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "999"}
-    launch = claude.plan(SERVER, (), environ, keep=("CLAUDE_CODE_MAX_OUTPUT_TOKENS", "API_TIMEOUT_MS"))
+    launch = plan(claude.HARNESS, SERVER, (), environ, keep=("CLAUDE_CODE_MAX_OUTPUT_TOKENS", "API_TIMEOUT_MS"))
     child = child_environment(launch, environ)
     assert child["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "999"
     assert child["API_TIMEOUT_MS"] == "3000000"  # was not set, so there is nothing to keep
@@ -230,47 +231,33 @@ def test_no_proxy_is_extended() -> None:
     assert without_proxy({"NO_PROXY": "localhost"}, server)["no_proxy"] == "localhost,127.0.0.1,box"
 
 
-def test_a_key_is_sent_but_never_shown() -> None:
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
+def test_a_key_is_sent_but_never_shown(harness: Harness) -> None:
+    """In the environment, or in a file of ft's own; the shell is told to read it from the user's file."""
     server = RunningServer("http://127.0.0.1:1", "m", 65536, api_key="secret-key")
-    for launch, name in (
-        (claude.plan(server, (), ENVIRON), "ANTHROPIC_AUTH_TOKEN"),
-        (codex.plan(server, (), ENVIRON), "FT_API_KEY"),
-    ):
-        assert launch.environment[name] == "secret-key"
-        assert "secret-key" not in describe(launch, {"AWS_SECRET_ACCESS_KEY": "aws-secret"})
+    launch = plan(harness, server, (), ENVIRON)
+    assert "secret-key" in launch.environment.values() or any("secret-key" in file.text for file in launch.files)
+    assert "secret-key" not in describe(launch, {"AWS_SECRET_ACCESS_KEY": "aws-secret"})
+    assert "secret-key" not in " ".join(launch.command)
+    assert "secret-key" not in exports(launch, {}, Path("/keys"))
 
 
-def node(folder: Path, version: str) -> dict[str, str]:
-    (folder / "node").write_text(f"#!/bin/sh\necho {version}\n")
-    (folder / "claude").write_text("#!/bin/sh\n")
-    for name in ("node", "claude"):
-        (folder / name).chmod(0o755)
-    return {"PATH": str(folder)}
-
-
-def test_an_old_node_is_named_with_its_fix(tmp_path: Path) -> None:
-    environ = node(tmp_path, "v20.11.0")
-    warning = claude.node_warning("claude", environ)
-    assert warning and "Node is 20" in warning and "npm install -g node@22" in warning and "2.1.332" in warning
-    assert claude.node_warning("claude", node(tmp_path, "v22.0.0")) is None
-    (tmp_path / "claude").unlink()
-    with pytest.raises(LaunchError, match=r"with: npm install -g @anthropic-ai/claude-code@2\.1\.332$"):
-        claude.check_installed("claude", environ)
-    (tmp_path / "node").write_text("#!/bin/sh\necho v18.1.0\n")
-    with pytest.raises(LaunchError, match=r"Node 18 is too old.*npm install -g node@22 && npm install -g @anthropic"):
-        claude.check_installed("claude", environ)
-    (tmp_path / "node").unlink()
-    with pytest.raises(LaunchError, match="Node was not found"):
-        claude.check_installed("claude", environ)
-
-
-def test_codex_not_installed(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"npm install -g @openai/codex@0\.169\.0"):
-        codex.check_installed("codex", {"PATH": str(tmp_path)})
+@pytest.mark.parametrize("in_file", [True, False])
+def test_what_a_shell_is_told_sets_the_same_environment(in_file: bool, tmp_path: Path) -> None:
+    keys = tmp_path / "my keys"
+    keys.write_text("\n# mine\n me secret-key \nother key\n")
+    server = RunningServer("http://127.0.0.1:1", "it's", 65536, api_key="secret-key")
+    launch = plan(claude.HARNESS, server, ("-p", "two words"), {**ENVIRON, "AWS_REGION": "eu"})
+    script = exports(launch, {"AWS_REGION": "eu"}, keys if in_file else None)
+    inherited = {**ENVIRON, "PATH": os.environ["PATH"], "AWS_REGION": "eu", "FT_API_KEYS": "me secret-key,other"}
+    done = subprocess.run(["/bin/sh", "-ec", f"{script}\nenv -0"], env=inherited, capture_output=True, text=True)
+    found = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    assert {name: found[name] for name in launch.environment} == dict(launch.environment)
+    assert "AWS_REGION" not in found and script.endswith("# then run: claude -p 'two words'")
 
 
 def test_the_command_shown_can_be_pasted() -> None:
-    launch = codex.plan(SERVER, ("exec", "it's $HOME"), ENVIRON)
-    line = describe(launch, {}).splitlines()[-2].removeprefix("run     ")
+    launch = plan(codex.HARNESS, SERVER, ("exec", "it's $HOME"), ENVIRON)
+    (line,) = (line.removeprefix("run     ") for line in describe(launch, {}).splitlines() if line[:4] == "run ")
     shown = subprocess.run(["/bin/sh", "-c", line.replace("codex", "printf '%s|'", 1)], capture_output=True, text=True)
     assert shown.stdout == "exec|it's $HOME|"

@@ -35,6 +35,7 @@ PLAIN_CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+
 def checkpoint(tokenizer: Path, directory: Path, template: str) -> Path:
     """A directory with what ``load_family`` reads. ``template``: one of ours, or template text."""
     shutil.copytree(tokenizer, directory)

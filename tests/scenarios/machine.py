@@ -108,9 +108,9 @@ class Machine:
         )
         if self.model is None:
             self.scheduler = Scheduler(self._hash_engine(), config, self._observe, self.clock)
-            return
-        engine = Scheduler.load(config, lambda *_: None, self._observe, open_store=self._open)
-        self.scheduler = engine
+        else:
+            self.scheduler = Scheduler.load(config, lambda *_: None, self._observe, open_store=self._open)
+        self.scheduler.pace.always = True  # not as the rates of this machine happen to be
 
     def stop(self) -> None:
         """A clean end: what is worth keeping is written. The second time it does nothing."""

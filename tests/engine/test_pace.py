@@ -1,0 +1,60 @@
+"""Whether a forward hides a restore: by what was seen of this machine, and never in doubt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.pace import BYTES_PER_SECOND, SECONDS_PER_TOKEN, Pace
+
+GB = 10**9
+
+
+def test_until_something_was_seen_the_assumed_rates_hold() -> None:
+    pace = Pace()
+    size = round(100 * SECONDS_PER_TOKEN * BYTES_PER_SECOND)
+    assert pace.hides(size - 1, 100) and not pace.hides(size + 1, 100)
+    assert pace.hides(0, 1)
+
+
+def test_the_slower_of_the_last_two_reads_counts() -> None:
+    pace = Pace()
+    pace.fed(100, 1.0)
+    pace.read(2 * GB, 1.0)
+    assert pace.hides(19 * GB // 10, 100) and not pace.hides(21 * GB // 10, 100)
+    pace.read(GB, 1.0)
+    pace.read(4 * GB, 1.0)
+    assert not pace.hides(11 * GB // 10, 100)
+    pace.read(4 * GB, 1.0)
+    assert pace.hides(39 * GB // 10, 100)
+    for _ in range(2):
+        pace.read(1 << 20, 10.0)
+    assert pace.hides(39 * GB // 10, 100)  # too small to say anything
+
+
+def test_the_faster_of_two_forwards_counts() -> None:
+    pace = Pace()
+    pace.fed(64, 9.0)
+    pace.fed(100, 2.0)
+    assert pace.forward_seconds(100) == pytest.approx(2.0)
+    pace.fed(64, 5.0)
+    pace.fed(64, 5.0)
+    assert pace.forward_seconds(100) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_never_more_than_a_forward_takes(seed: int) -> None:
+    """Of any machine on which a batch costs something and each token more: whatever was fed before."""
+    rng = random.Random(seed)
+    base, each, pace = rng.random(), rng.random() / 100, Pace()
+    for _ in range(rng.randint(1, 20)):
+        tokens = rng.choice((1, rng.randint(1, 64), rng.randint(1, 2048)))
+        pace.fed(tokens, base + each * tokens)
+    for tokens in (1, 2, 16, 100, 512, 4096):
+        assert 0 < pace.forward_seconds(tokens) <= base + each * tokens + 1e-9
+    assert pace.forward_seconds(4096) >= base
+
+
+def test_an_answer_for_measurements() -> None:
+    assert Pace(always=True).hides(10**15, 1) and not Pace(always=False).hides(0, 10**6)
