@@ -39,6 +39,7 @@ from engine.pace import Pace
 from engine.refusal import refuse
 from engine.sampling import Logits, check_scores
 from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
+from engine.watching import Watching
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Scheduler:
         self._order = 0
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self.pace = Pace()
+        self._watching = Watching(engine.memory, engine.runner.copy_state)
 
     @classmethod
     def load(
@@ -421,50 +423,10 @@ class Scheduler:
             return
         sequence.tokens.append(token)
         self._outbox.append(Tokens(request.id, (token,), () if logprob is None else (logprob,)))
-        self._watch(sequence)
+        self._watching.sampled(sequence)
         reason = sequence.ended(token)
         if reason is not None:
             self._finish(sequence, reason)
-
-    def _watch(self, sequence: Sequence) -> None:
-        """Keep the state before a watched token sequence. While one of several tokens may be going on, the state
-        before its first token waits in a slot."""
-        longest = max((len(watch.tokens) for watch in sequence.request.watches), default=0)
-        sampled = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - longest) :]
-        going: set[int] = set()
-        for watch in sequence.request.watches:
-            want = Want(watch.kind, watch.priority)
-            for length in range(1, min(len(watch.tokens), len(sampled)) + 1):
-                if tuple(sampled[-length:]) != watch.tokens[:length]:
-                    continue
-                position = len(sequence.tokens) - length
-                if length == 1:
-                    self._hold_state(sequence, position, want)
-                if length < len(watch.tokens):
-                    going.add(position)
-                elif position in sequence.begun or not self.memory.recurrent:
-                    self._keep_state(sequence, position, want)
-        for position in set(sequence.begun) - going:
-            self.memory.give_back(sequence.begun.pop(position))
-
-    def _hold_state(self, sequence: Sequence, position: int, want: Want) -> None:
-        """Copy the live state, which is that at ``position``, aside."""
-        if position in sequence.begun:
-            return
-        lease = sequence.leased
-        slot = self.memory.reserve_slot(lease, want)
-        if slot is not None:
-            self._runner.copy_state(lease.slot, slot)
-            sequence.begun[position] = slot
-
-    def _keep_state(self, sequence: Sequence, position: int, want: Want) -> None:
-        """Make the state held for ``position`` a checkpoint."""
-        if not self.memory.recurrent:
-            sequence.kept.add(position)
-            return
-        slot = sequence.begun.pop(position)
-        if self.memory.capture(sequence.leased, sequence.tokens, position, slot, want):
-            sequence.kept.add(position)
 
     # ── endings ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -192,6 +192,19 @@ def harm(data: Any, agent: Any) -> None:
             agent.tools = (Tool(data.draw(WORDS)),)
         case "restart":
             agent.engine.restart()
+    agent.turns[:] = without_orphans(agent.turns)
+
+
+def without_orphans(turns: list[Turn]) -> list[Turn]:
+    """Outputs whose calls are gone are refused before there is anything to explain."""
+    called: set[str] = set()
+    kept: list[Turn] = []
+    for turn in turns:
+        called |= {block.id for block in turn.blocks if isinstance(block, ToolCall)}
+        blocks = tuple(one for one in turn.blocks if not isinstance(one, ToolOutput) or one.call_id in called)
+        if blocks or not turn.blocks:
+            kept.append(replace(turn, blocks=blocks))
+    return kept
 
 
 @settings(deadline=None, max_examples=150)
