@@ -15,6 +15,8 @@ from typing import Any, NoReturn, Self
 
 import httpx
 
+from launchers import keys
+
 POLL_SECONDS = 0.1
 STOP_SECONDS = 30.0
 
@@ -43,7 +45,10 @@ class ChildServer:
     def __enter__(self) -> Self:
         self._ready.unlink(missing_ok=True)  # of one that was killed
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            environment = {name: value for name, value in os.environ.items() if name != keys.VARIABLE}
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
         try:
             self._wait()
         except BaseException:

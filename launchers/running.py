@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from launchers import keys
+from server.keys import ApiKey
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 10.0
@@ -41,22 +45,17 @@ class RunningServer:
         return min(most, self.context_length // 4, self.max_output or most)
 
 
-def read_keys(path: Path | None) -> tuple[str, ...]:
-    """The API keys in a file, one a line; none without a file. Raises ServerProblem."""
-    if path is None:
-        return ()
+def read_keys(path: Path | None) -> tuple[ApiKey, ...]:
+    """The API keys in a file and in the environment. Raises ServerProblem."""
     try:
-        keys = tuple(path.read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServerProblem(f"cannot read API keys from {path} ({error}): check --api-key-file") from error
-    if not keys:
-        raise ServerProblem(f"{path} holds no API key: put one into it, or name another --api-key-file")
-    return keys
+        return keys.read_keys(path)
+    except keys.KeysError as error:
+        raise ServerProblem(str(error)) from error
 
 
 def first_key(path: Path | None) -> str:
-    """The key a client of the server sends, or "" without a file. Raises ServerProblem."""
-    return next(iter(read_keys(path)), "")
+    """The key a client of the server sends, or "" where there is none. Raises ServerProblem."""
+    return next((key.secret for key in read_keys(path)), "")
 
 
 def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> dict[str, Any]:
@@ -101,7 +100,8 @@ def _exchange(
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         # trust_env=False: a proxy named in the environment must not stand between two programs of one machine.
-        with httpx.Client(trust_env=False, timeout=timeout) as client:
+        verify = ssl.create_default_context() if url.startswith("https:") else False
+        with httpx.Client(trust_env=False, timeout=timeout, verify=verify) as client:
             response = client.request(method, f"{url.rstrip('/')}{path}", headers=headers, **body)
     except httpx.InvalidURL as error:
         raise ServerProblem(f"{url} is not a URL ({error}): write --url http://HOST:PORT") from error

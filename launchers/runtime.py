@@ -40,12 +40,13 @@ class Claim:
     host: str
     port: int
     worker_socket: Path
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         """Where programs of this machine reach the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self.scheme}://[{host}]:{self.port}" if ":" in host else f"{self.scheme}://{host}:{self.port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -62,7 +63,7 @@ def runtime_root() -> Path:
 
 
 @contextmanager
-def claim_port(host: str, port: int, root: Path) -> Iterator[Claim]:
+def claim_port(host: str, port: int, root: Path, scheme: str = "http") -> Iterator[Claim]:
     """Holds ``host:port`` (bound, not listening: until the model is loaded clients are refused at once) and the lock
     that says so to other servers. Raises ServeError."""
     listener = _bind(host, port, root)
@@ -75,7 +76,7 @@ def claim_port(host: str, port: int, root: Path) -> Iterator[Claim]:
             _sweep(root)
             lock = _lock(root, port)
         try:
-            yield Claim(listener, host, port, worker_socket)
+            yield Claim(listener, host, port, worker_socket, scheme)
         finally:
             worker_socket.unlink(missing_ok=True)
             _lock_path(root, port).unlink(missing_ok=True)

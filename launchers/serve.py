@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,16 +16,17 @@ from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.api import ModelInfo
 from engine.client import EngineClient
+from launchers import keys
 from launchers.display import Display
 from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
 from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
 from parsers.load import Family, FamilyError, load_family
 from server.app import create_app
+from server.front import BACKLOG, FrontConfig, Patience, Tls
 from server.script import Script, ScriptError
 from server.settings import LOOPBACK_HOSTS, ServerSettings
 from server.state import ServerState
@@ -32,11 +34,7 @@ from sessions.persist import Persist, PersistConfig
 from sessions.store.config import StoreBusy, StoreError
 from sessions.tracker import Sessions
 
-BACKLOG = 1024
-DRAIN_SECONDS = 5
-"""How long ended streams get to reach their clients."""
-KEEP_ALIVE_SECONDS = 75
-"""Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
+_MOST_FILES, _OUR_FILES = 16_384, 256
 
 _DEFAULTS = {
     "temperature": "temperature",
@@ -89,9 +87,10 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             f"{settings.host} can be reached from other machines: set an API key with --api-key-file, "
             "or serve this machine alone with --host 127.0.0.1"
         )
-    script = _load_script(settings.script)
+    script, tls = _load_script(settings.script), _tls(settings)
     with contextlib.ExitStack() as stack:
-        claim = stack.enter_context(claim_port(settings.host, settings.port, settings.runtime_dir or runtime_root()))
+        root = settings.runtime_dir or runtime_root()
+        claim = stack.enter_context(claim_port(settings.host, settings.port, root, "https" if tls else "http"))
         if settings.ready_file is not None:
             with contextlib.suppress(OSError):  # no file, or no place for one: that is told when it is written
                 settings.ready_file.unlink()  # a server that was killed may have left it
@@ -108,16 +107,9 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             settings=_server_settings(settings, model),
             script=script,
         )
-        api = _Api(uvicorn.Config(
-            create_app(state),
-            log_level="warning",
-            access_log=False,
-            http=_Http,
-            ws="none",
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
-        ))  # fmt: skip
+        api = _Api(FrontConfig(create_app(state), Patience(connections=_connections()), tls))
+        watching = asyncio.create_task(keys.watch(settings.api_key_file, settings.api_keys, state.keys), name="keys")
+        stack.callback(watching.cancel)
         await _supervise(settings, worker_command, display, claim, model, client, api)
 
 
@@ -185,11 +177,27 @@ async def _first_of(*awaited: asyncio.Future[Any]) -> None:
         future.result()
 
 
-class _Http(H11Protocol):
-    """Upgrades are answered by the application, as a client's normal question; they are nothing to warn about."""
+def _tls(settings: ServeSettings) -> Tls | None:
+    """Raises ServeError."""
+    if settings.tls_cert is None and settings.tls_key is None:
+        return None
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise ServeError("a certificate and its key belong together: give both --tls-cert and --tls-key")
+    tls = Tls(settings.tls_cert, settings.tls_key)
+    try:
+        tls.check()
+    except OSError as error:
+        raise ServeError(f"the certificate cannot be used ({error}): check --tls-cert and --tls-key") from error
+    return tls
 
-    def _unsupported_upgrade_warning(self) -> None:
-        pass
+
+def _connections() -> int:
+    """As many as the system lets us have files for, but for those that are ours. Asks it for more first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if most > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - _OUR_FILES, _OUR_FILES)
 
 
 class _Api(uvicorn.Server):
@@ -247,6 +255,13 @@ def _load_family(model: Path, name: str | None) -> Family:
         raise ServeError(str(error)) from error
 
 
+def _names(settings: ServeSettings) -> tuple[str, ...]:
+    """What clients may call this server. One beyond this machine has names that we do not know, and keys."""
+    if not is_loopback(settings.host):
+        return settings.allowed_hosts
+    return tuple({*LOOPBACK_HOSTS, settings.host, *settings.allowed_hosts})
+
+
 def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
     """Sampling defaults come from the checkpoint, where it has any."""
     path = model / "generation_config.json"
@@ -259,7 +274,11 @@ def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
             idle_prefill=settings.idle_prefill,
             store=None if settings.store is None else settings.store.absolute(),
             api_keys=settings.api_keys,
-            allowed_hosts=LOOPBACK_HOSTS if is_loopback(settings.host) else (),
+            share_cache=settings.share_cache,
+            key_running=settings.key_running,
+            key_waiting=settings.key_waiting,
+            max_body_bytes=settings.max_body,
+            allowed_hosts=_names(settings),
             **{ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None},
         )
     except (OSError, ValueError, AttributeError, ValidationError) as error:

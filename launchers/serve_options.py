@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from launchers import keys
 from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
 from launchers.settings import ServeSettings
@@ -45,10 +46,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("where")
     flag(network, "--host", str, "ADDRESS", "address to listen on; one beyond this machine needs an API key")
     flag(network, "--port", int, "PORT", "port to listen on; 0 takes a free one")
-    network.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys clients must send, one a line")
+    network.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="a name clients may also use, as behind a proxy (may be repeated; default: this machine's own)",
+    )
+    flag(network, "--tls-cert", Path, "FILE", "certificate chain (PEM): speak HTTPS", "none")
+    flag(network, "--tls-key", Path, "FILE", "its private key", "none")
+    flag(network, "--max-body", size, "SIZE", "longest request body")
     flag(network, "--ready-file", Path, "FILE", "written once requests are answered, with url and process ids", "none")
     flag(network, "--cache", Path, "DIR", "where the embedded model is kept", "ft in the user's cache directory")
     flag(network, "--runtime-dir", Path, "DIR", "for the socket and the lock", "ft in the user's runtime directory")
+
+    access = parser.add_argument_group("who may use it")
+    flag(
+        access, "--api-key-file", Path, "FILE",
+        "API keys clients must send, one a line, each with a name before it or not; read again when it changes; see "
+        f"also {keys.VARIABLE}", "none",
+    )  # fmt: skip
+    flag(access, "--key-running", int, "N", "requests of one key answered at once; 0: any number")
+    flag(access, "--key-waiting", int, "N", "more requests of one key that may wait for those")
+    access.add_argument(
+        "--share-cache",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="all keys use one cache and see each other's sessions (default: each its own)",
+    )
 
     memory = parser.add_argument_group("memory (sizes in bytes, or with k, m, g, t)")
     flag(memory, "--kv-bytes", size, "SIZE", "attention pages of all conversations together")
@@ -111,14 +137,15 @@ def flag(
 
 
 def in_units(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):g}g"
+    unit = max((unit for unit in UNITS.items() if unit[1] <= min(size_bytes, 1 << 30)), key=lambda unit: unit[1])
+    return f"{size_bytes / unit[1]:g}{unit[0]}"
 
 
 def settings(options: argparse.Namespace) -> ServeSettings:
     """Raises ServerProblem with each flag that has a wrong value, or whose file cannot be read."""
     given = {name: value for name, value in vars(options).items() if name in ServeSettings.model_fields}
     try:
-        return ServeSettings(**given, api_keys=read_keys(options.api_key_file))
+        return ServeSettings(**given, api_keys=read_keys(given.get("api_key_file")))
     except ValidationError as error:
         problems = (f"--{str(one['loc'][0]).replace('_', '-')}: {one['msg']}" for one in error.errors())
         raise ServerProblem(f"{'; '.join(problems)} (see ft serve --help)") from error

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.api import EngineConfig, StoreSettings
+from server.keys import ApiKey
 
 STORE = StoreSettings(directory="")
 """Its defaults."""
@@ -19,8 +20,10 @@ class ServeSettings(BaseModel):
     ``runtime_dir`` holds the socket and the lock of a running server (None: the user's runtime folder).
     ``max_output_tokens`` 0: whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
     answered for so long is replaced. ``store`` None keeps nothing beyond the life of the server; else it is the folder
-    of state (the worker's) and sessions (the API process's). The remaining fields are those of
-    ``engine.api.EngineConfig`` and of its ``StoreSettings``.
+    of state (the worker's) and sessions (the API process's). ``api_keys`` are those of the start; the file named by
+    ``api_key_file`` is read again when it changes. ``key_running`` and ``key_waiting`` are limits of each key (0: none
+    for the former). ``allowed_hosts`` are names that clients may use besides this machine's own. The remaining fields
+    are those of ``engine.api.EngineConfig`` and of its ``StoreSettings``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,7 +34,15 @@ class ServeSettings(BaseModel):
     script: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    api_key_file: Path | None = None
+    share_cache: bool = False
+    key_running: int = Field(default=0, ge=0)
+    key_waiting: int = Field(default=16, ge=0)
+    allowed_hosts: tuple[str, ...] = ()
+    max_body: int = Field(default=32 << 20, gt=0)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     ready_file: Path | None = None
     cache: Path | None = None
     runtime_dir: Path | None = None

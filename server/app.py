@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors, upkeep
+from server import control, endpoint, errors, metrics, upkeep
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
@@ -58,6 +58,10 @@ def create_app(state: ServerState) -> Starlette:
 
     async def stats(request: Request) -> Response:
         return Json(await control.stats(state))
+
+    async def numbers(request: Request) -> Response:
+        text = metrics.exposition(await control.stats(state), state.family.name)
+        return Response(text, media_type=metrics.MEDIA_TYPE)
 
     async def sessions(request: Request) -> Response:
         return Json(control.sessions(state, request.state.namespace))
@@ -120,9 +124,10 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/store", store),
             Route("/v1/store/{action}", tend_store, methods=["POST"]),
             Route("/v1/stats", stats),
+            Route("/metrics", numbers),
             Route("/health", health),
         ],
-        middleware=[Middleware(Guard, settings=state.settings)],
+        middleware=[Middleware(Guard, settings=state.settings, keys=state.keys)],
         exception_handlers={ApiError: fail, HTTPException: fail, ClientDisconnect: gone, Exception: fail},
         lifespan=lifespan,
     )

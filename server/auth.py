@@ -6,8 +6,6 @@ A web page that rebinds its own name to the loopback address still sends its own
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 
@@ -16,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server import errors
 from server.errors import ApiError
+from server.keys import KeyRing
 from server.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
@@ -26,12 +25,14 @@ _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]*)?", re.
 
 
 class Guard:
-    """Wraps the application. A request that passes carries its key's cache namespace in ``scope["state"]``."""
+    """Wraps the application. A request that passes carries in ``scope["state"]`` its key's ``caller`` (what limits and
+    numbers call it) and ``namespace`` (whose cache it uses); both "" where no keys are configured."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: KeyRing) -> None:
         self._app = app
         self._hosts = frozenset(host.lower().strip("[]") for host in settings.allowed_hosts)
-        self._keys = tuple(_digest(key) for key in settings.api_keys)
+        self._share_cache = settings.share_cache
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -40,12 +41,12 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_names(headers)
-            namespace = "" if scope["path"] in _OPEN_PATHS else self._namespace(headers)
+            caller, namespace = ("", "") if scope["path"] in _OPEN_PATHS else self._identify(headers)
         except ApiError as error:
             _log.warning("refused %s %r: %r", scope.get("method", "websocket"), scope["path"], error.message)
             await errors.response(error, errors.shape_of(scope["path"], headers))(scope, receive, send)
             return
-        scope.setdefault("state", {})["namespace"] = namespace
+        scope.setdefault("state", {}).update(caller=caller, namespace=namespace)
         await self._app(scope, receive, send)
 
     def _check_names(self, headers: Headers) -> None:
@@ -58,26 +59,18 @@ class Guard:
         if origin is not None and _name(origin.partition("://")[2]) not in self._hosts:
             raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
 
-    def _namespace(self, headers: Headers) -> str:
-        """The cache namespace of the caller's key; "" where no keys are configured."""
+    def _identify(self, headers: Headers) -> tuple[str, str]:
+        """Caller and namespace. Raises ApiError."""
         if not self._keys:
-            return ""
+            return "", ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        for offered in (_digest(bearer), _digest(headers.get("x-api-key", ""))):
-            known = False
-            for key in self._keys:
-                known |= hmac.compare_digest(key, offered)
-            if known:
-                return offered.hex()[:16]
-        raise ApiError(
-            "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        )
-
-
-def _digest(key: str) -> bytes:
-    """Keys are compared as digests, which have one length."""
-    return hashlib.sha256(key.encode()).digest()
+        key = self._keys.find(bearer, headers.get("x-api-key", ""))
+        if key is None:
+            raise ApiError(
+                "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
+        return key.caller, "" if self._share_cache else key.namespace
 
 
 def _name(authority: str) -> str:

@@ -6,6 +6,7 @@ Wire protocols see blocks with ids, never text that might be a stop string, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -84,7 +85,8 @@ class Assembler:
         self.blocks: list[Block] = []
         """Finished blocks, as delivered."""
         self.boundaries: list[Boundary] = []
-        self.tolerated = 0
+        self.tolerated: Counter[str] = Counter()
+        """By rule: how often the parser let something pass."""
         self.stopped: StopCause = ""
         self.stop_string = ""
         self.calls = 0
@@ -133,8 +135,8 @@ class Assembler:
                     self._logprobs.clear()
                 case Boundary():
                     self.boundaries.append(event)
-                case Tolerated():
-                    self.tolerated += 1
+                case Tolerated(rule):
+                    self.tolerated[rule] += 1
         if self._kind not in ("text", None):
             self._logprobs.clear()
         return self._drain()

@@ -69,7 +69,8 @@ def health(state: ServerState) -> Json:
 
 
 async def stats(state: ServerState) -> dict[str, Any]:
-    """Counters and gauges of the three rooms. ``engine`` is null while there is no worker."""
+    """Counters and gauges of the three rooms, what the parser let pass by rule, and what each API key asks for (one
+    without a name where there are no keys). ``engine`` is null while there is no worker."""
     engine: Mapping[str, float] | None
     try:
         engine = (await state.engine.stats()).values
@@ -84,6 +85,8 @@ async def stats(state: ServerState) -> dict[str, Any]:
             "workers_lost": state.engine.lost,
             "max_body_bytes": state.settings.max_body_bytes,
         },
+        "tolerated": dict(state.tolerated),
+        "keys": state.limits.stats(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from anyio import CancelScope
@@ -18,36 +19,42 @@ from server.errors import ApiError
 from server.generate import Generation
 from server.protocols import anthropic
 from server.protocols.base import Inbound, WireProtocol
+from server.settings import ServerSettings
 from server.sse import EventStream
 from server.state import ServerState
 
 _T = TypeVar("_T")
+_SLOWEST = 16 << 10
+"""Bytes per second of a body that are fast enough."""
 
 
 async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
-    body = await read_body(request, state.settings.max_body_bytes)
+    body = await read_body(request, state.settings)
     try:
         inbound = protocol.read(body, request.headers, request.state.namespace)
     except ValidationError as error:
         raise ApiError.from_validation(error) from error
     check_model(state, inbound.meta.model)
-    return await _unless_disconnected(request, _answer(state, inbound))
+    return await _unless_disconnected(request, _answer(state, inbound, request.state.caller))
 
 
-async def _answer(state: ServerState, inbound: Inbound) -> Response:
-    generation = await generate.start(state, inbound.meta, inbound.conversation, inbound.options)
-    request_headers = errors.request_id_headers(errors.new_request_id())
-    if inbound.stream:
-        return EventStream(state, generation, inbound.writer, {**request_headers, **generation.headers})
-    try:
-        body = await _whole(generation, inbound)
-    finally:
-        with CancelScope(shield=True):
-            await generation.close()
-    headers = {**request_headers, **generation.headers}
-    return Json(body, headers=headers)
+async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response:
+    with ExitStack() as place:
+        place.callback(await state.limits.enter(caller))
+        generation = await generate.start(state, inbound.meta, inbound.conversation, inbound.options)
+        request_headers = errors.request_id_headers(errors.new_request_id())
+        if inbound.stream:
+            headers = {**request_headers, **generation.headers}
+            return EventStream(state, generation, inbound.writer, headers, place.pop_all().close)
+        try:
+            body = await _whole(generation, inbound)
+        finally:
+            with CancelScope(shield=True):
+                await generation.close()
+        headers = {**request_headers, **generation.headers}
+        return Json(body, headers=headers)
 
 
 async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
@@ -57,16 +64,18 @@ async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
     return inbound.writer.body()
 
 
-async def read_body(request: Request, limit: int) -> object:
-    """The parsed JSON body. Raises ApiError when it is no JSON, or as soon as it shows to exceed ``limit`` bytes."""
+async def read_body(request: Request, settings: ServerSettings) -> object:
+    """The parsed JSON body. Raises ApiError, also when it is no JSON."""
+    data = await read_bytes(request, settings)
     try:
-        return from_json(await read_bytes(request, limit), allow_inf_nan=False)
+        return from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError as soon as it shows to exceed ``limit`` bytes."""
+async def read_bytes(request: Request, settings: ServerSettings) -> bytes:
+    """The body. Raises ApiError as soon as it shows to be larger than is accepted, or comes too slowly."""
+    limit, seconds = settings.max_body_bytes, settings.body_seconds
     too_large = ApiError("too_large", f"request body is larger than the {limit} bytes this server accepts")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
@@ -75,10 +84,16 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     if encoding != "identity":
         raise ApiError("invalid", f"content-encoding {encoding!r} is not supported")
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise too_large
+    deadline = asyncio.get_running_loop().time() + seconds
+    try:
+        async with asyncio.timeout_at(deadline) as patience:
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limit:
+                    raise too_large
+                patience.reschedule(deadline + len(data) / _SLOWEST)
+    except TimeoutError as error:
+        raise ApiError("slow", f"the request body took more than {seconds:g} s: send it faster") from error
     return bytes(data)
 
 
@@ -113,7 +128,7 @@ async def _disconnected(request: Request) -> None:
 
 async def count(request: Request, state: ServerState) -> Json:
     """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
-    body = await read_body(request, state.settings.max_body_bytes)
+    body = await read_body(request, state.settings)
     try:
         meta, conversation, thought = anthropic.read_count(body, request.headers, request.state.namespace)
     except ValidationError as error:

@@ -375,7 +375,8 @@ class Generation:
         """Tell the session what was sampled; an answer that never began leaves no trace."""
         self._recorded = True
         counters = self._state.counters
-        counters.tolerated += self._assembler.tolerated
+        counters.tolerated += self._assembler.tolerated.total()
+        self._state.tolerated.update(self._assembler.tolerated)
         counters.output_tokens += len(self._sampled)
         if self.report is None:
             return

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server.keys import ApiKey
+
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -14,7 +16,10 @@ class ServerSettings(BaseModel):
 
     ``context_length`` 0: the worker's own. ``max_output_tokens`` 0: whatever the context leaves; larger wishes of
     clients are cut to it. ``default_output_tokens`` is for requests that name no limit, where the model has one (0:
-    none). ``api_keys`` empty: no authentication. ``allowed_hosts``: names accepted in the ``Host`` and ``Origin``
+    none). A body must have come after ``body_seconds``, and a second more for each 16 KiB of it. ``api_keys`` empty: no
+    authentication; each has a cache and sessions of its own unless ``share_cache``. At most ``key_running`` requests of
+    one key are answered at once (0: any number), ``key_waiting`` more wait, for at most ``key_wait_seconds``.
+    ``allowed_hosts``: names accepted in the ``Host`` and ``Origin``
     headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how long the
     response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that is being
     started, ``send_seconds`` how long a client may refuse to read before it is dropped; a worker without progress for
@@ -36,7 +41,12 @@ class ServerSettings(BaseModel):
     send_seconds: float = Field(default=120.0, gt=0)
     stalled_seconds: float = Field(default=20.0, gt=0)
     max_body_bytes: int = Field(default=32 << 20, gt=0)
-    api_keys: tuple[str, ...] = ()
+    body_seconds: float = Field(default=30.0, gt=0)
+    api_keys: tuple[ApiKey, ...] = ()
+    share_cache: bool = False
+    key_running: int = Field(default=0, ge=0)
+    key_waiting: int = Field(default=16, ge=0)
+    key_wait_seconds: float = Field(default=60.0, gt=0)
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
     idle_prefill: bool = True
     idle_seconds: float = Field(default=0.5, gt=0)

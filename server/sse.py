@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 from anyio import CancelScope
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
@@ -22,14 +22,22 @@ class EventStream(EventSourceResponse):
     """Writes a generation as it is made. Keep-alives come from the generation, as events that clients count.
 
     The generation is closed when the response ends: after the last event, when the client goes away (also before the
-    first event), when it stops reading, or when the server shuts down.
+    first event), when it stops reading, or when the server shuts down; then ``ended`` is called.
     """
 
-    def __init__(self, state: ServerState, generation: Generation, writer: Writer, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        generation: Generation,
+        writer: Writer,
+        headers: Mapping[str, str],
+        ended: Callable[[], None],
+    ) -> None:
         super().__init__(self._frames(), ping=0, sep="\n", headers=headers, send_timeout=state.settings.send_seconds)
         self._state = state
         self._generation = generation
         self._writer = writer
+        self._ended = ended
         self._finished = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,6 +50,7 @@ class EventStream(EventSourceResponse):
                 self._state.counters.disconnects += 1
             with CancelScope(shield=True):
                 await self._generation.close()
+            self._ended()
 
     async def _frames(self) -> AsyncIterator[bytes]:
         writer, generation = self._writer, self._generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from anyio import CapacityLimiter
@@ -9,6 +10,8 @@ from anyio import CapacityLimiter
 from engine.client import EngineClient
 from parsers.load import Family
 from server.idle import Idle
+from server.keys import KeyRing
+from server.limits import Limits
 from server.script import Script
 from server.settings import ServerSettings
 from sessions.tracker import Sessions
@@ -39,7 +42,8 @@ class Counters:
 
 @dataclass
 class ServerState:
-    """One per application. ``render_limiter`` lets one thread at a time render prompts, off the event loop."""
+    """One per application. ``tolerated`` counts by rule what the parser let pass. ``render_limiter`` lets one thread at
+    a time render prompts, off the event loop."""
 
     engine: EngineClient
     family: Family
@@ -47,9 +51,15 @@ class ServerState:
     settings: ServerSettings
     script: Script | None = None
     counters: Counters = field(default_factory=Counters)
+    tolerated: Counter[str] = field(default_factory=Counter)
     render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     idle: Idle = field(init=False)
     """Computes ahead in quiet moments."""
+    keys: KeyRing = field(init=False)
+    limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
-        self.idle = Idle(self.engine, self.sessions, self.settings, self.render_limiter)
+        settings = self.settings
+        self.idle = Idle(self.engine, self.sessions, settings, self.render_limiter)
+        self.keys = KeyRing(settings.api_keys)
+        self.limits = Limits(settings.key_running, settings.key_waiting, settings.key_wait_seconds)

@@ -51,7 +51,7 @@ def export(state: ServerState, request: Request) -> Response:
 
 async def take_in(state: ServerState, request: Request) -> Response:
     """An exported session, in place of one with the same id. It belongs to the API key that sends it."""
-    data = await read_bytes(request, state.settings.max_body_bytes)
+    data = await read_bytes(request, state.settings)
     try:
         session = state.sessions.import_archive(data.decode(), request.state.namespace)
     except (ArchiveError, UnicodeDecodeError) as error:
@@ -73,7 +73,7 @@ async def tend_store(state: ServerState, request: Request) -> Response:
         case "gc":
             return _answer(await _store(state, "store_gc"))
         case "forget":
-            body = await read_body(request, state.settings.max_body_bytes)
+            body = await read_body(request, state.settings)
             return await _forget_all(state, body)
         case other:
             raise ApiError("not_found", f"nothing is called /v1/store/{other}; there are verify, gc and forget")
@@ -82,7 +82,7 @@ async def tend_store(state: ServerState, request: Request) -> Response:
 async def _forget_all(state: ServerState, body: Any) -> Response:
     if body != {"all": True}:
         raise ApiError("invalid", 'this forgets everything: say {"all": true}, or DELETE /v1/sessions/{id} for one')
-    if len(state.settings.api_keys) > 1:
+    if state.keys.callers > 1:
         raise ApiError("forbidden", "several API keys share the store: forget sessions one by one")
     reply = await _store(state, "store_forget")
     sessions = state.sessions.forget_all()

@@ -104,13 +104,14 @@ def test_serve_without_flags_keeps_every_default(home: Path) -> None:
 
 
 def test_serve_flags_become_settings(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("one\n two \n\n")
+    (tmp_path / "keys").write_text("one\n two three \n\n")
     line = (
         f"--model m --model-name n --family hermes --context-length 4096 --max-output-tokens 9 --script s --host ::1 "
         f"--port 0 --api-key-file {tmp_path / 'keys'} --ready-file r --cache c --runtime-dir d --kv-bytes 1.5g "
         "--checkpoint-bytes 512MiB --max-sequences 3 --max-sessions 4 --queue 5 --dtype float32 --kernels reference "
         "--instruction-set scalar --threads 2 --chunk-tokens 128 --store s --store-quota 1t --store-daily-writes 5g "
-        "--store-key-file k --host-cache 1m --no-idle-prefill"
+        "--store-key-file k --host-cache 1m --no-idle-prefill --share-cache --key-running 6 --key-waiting 7 "
+        "--allowed-host a --allowed-host b --max-body 8m --tls-cert t --tls-key u"
     )
     assert settings(*line.split()) == ServeSettings(
         model=Path("m"),
@@ -121,7 +122,15 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         script=Path("s"),
         host="::1",
         port=0,
-        api_keys=("one", "two"),
+        api_keys=("one", {"secret": "three", "name": "two"}),
+        api_key_file=tmp_path / "keys",
+        share_cache=True,
+        key_running=6,
+        key_waiting=7,
+        allowed_hosts=("a", "b"),
+        max_body=8 << 20,
+        tls_cert=Path("t"),
+        tls_key=Path("u"),
         ready_file=Path("r"),
         cache=Path("c"),
         runtime_dir=Path("d"),

@@ -7,15 +7,23 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from tests.process.support import HANG_SECONDS, ROOT, child_environment
 
@@ -234,6 +242,61 @@ def test_another_machine_may_come_in_with_a_key(start: Serve, tiny: Path) -> Non
     assert url.startswith("http://127.0.0.1:")
     assert httpx.post(**chat(url, 5)).status_code == 401
     assert httpx.post(**chat(url, 5), headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_keys_change_while_the_server_runs(start: Serve, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann sk-1\n")
+    server = start(tiny, api_keys=[{"name": "ann", "secret": "sk-1"}], api_key_file=str(file))
+    url = server.ready()["url"]
+
+    def status(key: str) -> int:
+        return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, timeout=HANG_SECONDS).status_code
+
+    assert (status("sk-1"), status("sk-2")) == (200, 401)
+    file.write_text("ann sk-2\n")
+    wait_for(lambda: status("sk-2") == 200)
+    assert status("sk-1") == 401
+    file.write_text("\n")
+    wait_for(lambda: "the API keys stay as they were" in server.log.read_text())
+    assert status("sk-2") == 200
+    assert "sk-" not in server.log.read_text()
+
+
+def test_https(start: Serve, tiny: Path, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    server = start(tiny, tls_cert=str(cert), tls_key=str(key))
+    url = server.ready()["url"]
+    assert url.startswith("https://127.0.0.1:")
+    trusted = ssl.create_default_context(cafile=cert)
+    assert httpx.get(f"{url}/health", verify=trusted, timeout=HANG_SECONDS).status_code == 200
+    with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+        httpx.get(f"{url}/health", timeout=HANG_SECONDS)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{url.replace('https', 'http')}/health", timeout=HANG_SECONDS)
+    one_line_error(start(tiny, tls_cert=str(cert)), "--tls-key")
+    one_line_error(start(tiny, tls_cert=str(cert), tls_key=str(cert)), "--tls-cert", "certificate")
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for this machine, signed by itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(made.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return folder / "cert.pem", folder / "key.pem"
 
 
 def test_the_supervisor_is_torch_free() -> None:

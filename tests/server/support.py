@@ -39,6 +39,7 @@ from engine.messages import encode, read_message
 from engine.weights.tiktoken import build_byte_tokenizer
 from parsers.load import Family, load_family
 from server.app import create_app
+from server.front import FrontConfig, Patience, Tls
 from server.script import Script
 from server.settings import ServerSettings
 from server.state import ServerState
@@ -215,6 +216,8 @@ async def serving(
     script: Script | None = None,
     max_open: int = 8,
     connect: bool = True,
+    patience: Patience | None = None,
+    tls: Tls | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     """``answers``: what the worker does, or always the same answer, or only its text."""
@@ -234,14 +237,14 @@ async def serving(
         state = ServerState(
             client, family, Sessions(family), ServerSettings(**{"idle_prefill": False, **settings}), script
         )
-        server = _Uvicorn(uvicorn.Config(create_app(state), port=0, log_level="warning", lifespan="on"))
+        server = _Uvicorn(FrontConfig(create_app(state), patience or Patience(), tls, port=0, lifespan="on"))
         task = asyncio.create_task(server.serve())
         try:
             while not server.started:
                 await asyncio.sleep(0.005)
             port = server.servers[0].sockets[0].getsockname()[1]
             async with AsyncExitStack() as clients:
-                yield Server(f"http://127.0.0.1:{port}", state, worker, client, socket, clients)
+                yield Server(f"{'https' if tls else 'http'}://127.0.0.1:{port}", state, worker, client, socket, clients)
         finally:
             server.should_exit = True
             await client.close()

@@ -1,0 +1,126 @@
+"""HTTP/1.1 in front of the application, with an end to patience: whoever connects and says nothing, speaks too slowly,
+or does not read, is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server import errors
+from server.dump import dump
+from server.errors import ApiError
+
+BACKLOG = 1024
+DRAIN_SECONDS = 5
+"""How long ended streams get to reach their clients."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
+MAX_HEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Patience:
+    """``head_seconds``: how long the head of a request may take, ``send_seconds``: how long a client may read nothing
+    of what waits for it, ``connections``: how many may be open."""
+
+    head_seconds: float = 20.0
+    send_seconds: float = 120.0
+    connections: int = 4096
+
+
+@dataclass(frozen=True)
+class Tls:
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """Raises OSError (of which ssl.SSLError is one) when they cannot be used."""
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+
+
+class FrontConfig(uvicorn.Config):
+    def __init__(self, app: ASGIApp, patience: Patience, tls: Tls | None = None, **options: Any) -> None:
+        super().__init__(
+            app,
+            http=Http,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else str(tls.key),
+            **options,
+        )
+        self.patience = patience
+
+
+class Http(H11Protocol):
+    def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
+        super().__init__(config, *rest, **named)
+        self._patience = config.patience if isinstance(config, FrontConfig) else Patience()
+        self._head: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) > self._patience.connections:
+            transport.abort()
+        else:
+            self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_head()
+        else:
+            self._stop_waiting()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reading is None:
+            self._reading = self.loop.call_later(self._patience.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. An answer that has
+        begun is only cut off."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = dump(errors.body(ApiError("invalid", msg), "openai"))
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def _wait_for_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(self._patience.head_seconds, self.timeout_keep_alive_handler)
+
+    def _stop_waiting(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Upgrades are answered by the application, as a client's normal question; they are nothing to warn about."""

@@ -1,0 +1,301 @@
+"""Clients that are slow, broken or many: they are let go, and everybody else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from parsers.load import Family
+from server.front import MAX_HEAD_BYTES, Http, Patience
+from server.generate import Generation
+from server.sse import EventStream
+from tests.server.support import Answer, Server, serving
+from tests.server.test_bad_input import check_shape
+from tests.server.test_lifecycle import BODIES, PATHS, TEXT
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+HASTE = Patience(head_seconds=0.1, send_seconds=0.2)
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Pipe]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the server closes, however it does."""
+    out = bytearray()
+    try:
+        while data := await asyncio.wait_for(reader.read(1 << 16), 30):
+            out += data
+    except ConnectionResetError:
+        pass
+    return bytes(out)
+
+
+def request(path: str, body: dict[str, Any], *headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def shaped(answer: bytes, status: int) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split()[1] == str(status).encode(), answer[:200]
+    assert json.loads(body)["error"]["message"]
+
+
+async def alive(server: Server) -> None:
+    async with server.http() as http:
+        assert (await http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/mess", b"GET / HTTP/1.1\r\nhost: local"])
+async def test_a_head_that_never_ends_is_not_waited_for(family: Family, said: bytes) -> None:
+    async with serving(family, patience=HASTE) as server, connected(server) as (reader, writer):
+        writer.write(said)
+        assert await ended(reader) == b""
+        await alive(server)
+
+
+async def test_a_head_that_drips_is_not_waited_for(family: Family) -> None:
+    """Each byte in time is not enough; nor is a good request before."""
+    async with serving(family, patience=HASTE) as server, connected(server) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        dripping = asyncio.create_task(drip(writer))
+        await ended(reader)
+        dripping.cancel()
+        await alive(server)
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0.01)
+
+
+async def test_connections_live_on_between_requests(family: Family) -> None:
+    """Patience is with heads, not with whoever has nothing to ask."""
+    async with serving(family, patience=HASTE) as server, connected(server) as (reader, writer):
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            await reader.readexactly(length)
+            await asyncio.sleep(0.3)
+
+
+@PATHS
+async def test_a_body_that_never_ends_is_408(family: Family, path: str) -> None:
+    async with serving(family, body_seconds=0.05) as server, connected(server) as (reader, writer):
+        whole = request(path, BODIES[path])
+        writer.write(whole[:-9])
+        head, body = await reader.readuntil(b"\r\n\r\n"), json.loads((await reader.read(1 << 16)) or b"null")
+        assert head.split()[1] == b"408"
+        assert "send it faster" in check_shape(path, body)
+        assert not server.worker.requests
+        await alive(server)
+
+
+async def test_a_slow_body_that_goes_on_is_read(family: Family) -> None:
+    """32 KiB buy two seconds more."""
+    body = {**BODIES["/v1/messages"], "padding": "x" * (32 << 10)}
+    async with serving(family, "Hi<|im_end|>", body_seconds=0.2) as server, connected(server) as (reader, writer):
+        whole = request("/v1/messages", body)
+        writer.write(whole[:-1])
+        await asyncio.sleep(0.5)
+        writer.write(whole[-1:])
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@PATHS
+async def test_a_half_closed_socket_is_a_client_that_left(family: Family, path: str, stream: bool) -> None:
+    async with serving(family, Answer(TEXT, hold_at=4)) as server, connected(server) as (reader, writer):
+        writer.write(request(path, {**BODIES[path], "stream": stream}))
+        while not server.worker.requests:
+            await asyncio.sleep(0.005)
+        writer.write_eof()
+        await ended(reader)
+        await asyncio.wait_for(server.worker.abort_seen.wait(), 20)
+        await server.idle()
+        await alive(server)
+
+
+async def test_a_socket_half_closed_in_its_body(family: Family) -> None:
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(request("/v1/messages", BODIES["/v1/messages"])[:-9])
+        writer.write_eof()
+        await ended(reader)
+        assert not server.worker.requests
+        await alive(server)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (2 * MAX_HEAD_BYTES) + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: a\r\n" * MAX_HEAD_BYTES + b"\r\n",
+        b"GET /" + b"a" * (2 * MAX_HEAD_BYTES) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nx y: a\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+        b"\0" * 100 + b"\r\n\r\n",
+    ],
+)
+async def test_heads_that_are_none(family: Family, head: bytes) -> None:
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(head)
+        answer = await ended(reader)
+        if answer:  # a reset may overtake it while there is more to send
+            shaped(answer, 400)
+        await alive(server)
+
+
+async def test_a_chunk_that_is_none(family: Family) -> None:
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+        shaped(await ended(reader), 400)
+        await alive(server)
+
+
+async def test_pipelined_requests_are_answered_in_turn(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>") as server, connected(server) as (reader, writer):
+        writer.write(request("/v1/messages", BODIES["/v1/messages"]) * 2)
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        answer = await ended(reader)
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"404"]
+
+
+async def test_whoever_does_not_read_is_let_go(family: Family) -> None:
+    names = tuple(f"a-model-with-a-name-of-some-length-{n}" for n in range(20_000))
+    async with serving(family, patience=HASTE, model_aliases=names) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            while not live(Http):
+                await asyncio.sleep(0.01)
+            while live(Http):
+                await asyncio.sleep(0.05)
+        await alive(server)
+
+
+def live(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+
+
+def allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == resource.RLIM_INFINITY or hard >= count
+    if soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+async def test_a_thousand_connections(family: Family) -> None:
+    allow_files(4096)
+    async with serving(family, "Hi<|im_end|>") as server:
+        port = int(server.url.rpartition(":")[2])
+        pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1000)]
+        for _, writer in pipes[::2]:
+            writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: loc")
+        await alive(server)
+        for reader, writer in pipes[1::100]:
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for _, writer in pipes:
+            writer.close()
+        while live(Http):
+            await asyncio.sleep(0.05)
+        await alive(server)
+
+
+async def test_more_connections_than_allowed_are_cut_off(family: Family) -> None:
+    async with serving(family, patience=Patience(connections=8)) as server:
+        port = int(server.url.rpartition(":")[2])
+        pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in range(16)]
+        for reader, _ in pipes[8:]:
+            assert await ended(reader) == b""
+        for _, writer in pipes:
+            writer.close()
+        while live(Http):
+            await asyncio.sleep(0.02)
+        await alive(server)
+
+
+async def idle_streams(server: Server, count: int) -> None:
+    """Opens streams that say nothing, sees each kept alive, and leaves."""
+    path = "/v1/messages"
+    already = len(server.worker.requests)
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as http:
+
+        async def watch() -> None:
+            async with http.stream("POST", path, json={**BODIES[path], "stream": True}) as response:
+                async for line in response.aiter_lines():
+                    if line == "event: ping":
+                        seen.append(1)
+
+        seen: list[int] = []
+        tasks = [asyncio.create_task(watch()) for _ in range(count)]
+        while len(server.worker.requests) < already + count or len(seen) < count:
+            await asyncio.sleep(0.02)
+        assert server.state.counters.open_generations == count
+        await alive(server)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait_for(server.idle(), 60)
+
+
+def held() -> tuple[int, int, int]:
+    return live(Generation), live(EventStream), live(Http)
+
+
+async def test_two_hundred_idle_streams_come_and_go(family: Family) -> None:
+    allow_files(4096)
+    answer = Answer(TEXT, hold_at=4)
+    async with serving(family, answer, max_open=250, keepalive_seconds=0.5) as server:
+        await idle_streams(server, 200)
+        while held() != (0, 0, 0):
+            await asyncio.sleep(0.05)
+        assert len(server.worker.aborted) == 200
+        assert server.client.open == 0
+
+
+@pytest.mark.deep
+async def test_streams_leave_no_memory_behind(family: Family) -> None:
+    allow_files(4096)
+    sizes = []
+    async with serving(family, Answer(TEXT, hold_at=4), max_open=250, keepalive_seconds=0.5) as server:
+        tracemalloc.start()
+        for _ in range(6):
+            await idle_streams(server, 200)
+            while held() != (0, 0, 0):
+                await asyncio.sleep(0.05)
+            server.worker.requests.clear()
+            server.worker.aborted.clear()
+            for session in server.state.sessions.list():
+                server.state.sessions.forget(session.id)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert max(sizes[3:]) < sizes[2] + (1 << 20), sizes
