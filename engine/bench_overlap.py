@@ -7,6 +7,7 @@ large, and in as many parts, as those of Qwen3.6-35B-A3B; little else of it.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from engine.memory.store import StateStore
 
 SUFFIXES = (16, 64, 256)
-MAX_DECIDED = 1.05
-"""As the scheduler decides, over restoring first: more is worse than not to overlap at all, and not only noise."""
 _LAYERS, _HIDDEN = 10, 512
 
 
@@ -126,6 +125,7 @@ def overlap(directory: Path, megabytes: int, rounds: int) -> dict[str, dict[str,
             "in_memory_ms": 1e3 * statistics.median(memory),
             "overlapped_ratio": _ratio(beside, first),
             "decided_ratio": _ratio(decided, first),
+            "decided_low": _low(decided, first),
             "in_memory_ratio": _ratio(memory, first),
             "decided_to_overlap": statistics.mean(chosen),
             "read_from_disk": min(cold),
@@ -136,6 +136,12 @@ def overlap(directory: Path, megabytes: int, rounds: int) -> dict[str, dict[str,
 
 def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+def _low(of: Sequence[float], to: Sequence[float]) -> float:
+    """The lower end of the 95 % interval of the median ratio, by rank."""
+    ratios = sorted(a / b for a, b in zip(of, to, strict=True))
+    return ratios[max(0, math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))))]
 
 
 def rows(found: dict[str, dict[str, float]]) -> dict[str, str]:
