@@ -3,7 +3,8 @@
     python -P -m engine.bench_store [--directory DIR] [--tokens 100000] [--megabytes 256] [--json]
 
 Everything is compared with a baseline in the same run, in turn with it: looking a prompt up with hashing it, restoring
-with plain sequential reads of the same files, decoding with a store with decoding without.
+with plain sequential reads of the same files, prefilling beside the restore with restoring first, decoding with a store
+with decoding without.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from engine.api import PAGE, EngineConfig, Request, Sampling
+from engine.bench_overlap import forget_files, overlap, rows
 from engine.checkpoint import write_tiny
 from engine.memory import resume
 from engine.memory.history import History
@@ -149,7 +151,7 @@ def restore(directory: Path, megabytes: int) -> dict[str, float]:
     root = root_key("bench", "")
 
     def plain() -> float:
-        forget(segments)
+        forget_files(segments)
         buffer, total, start = bytearray(READ), 0, time.perf_counter()
         for path in segments:
             descriptor = os.open(path, os.O_RDONLY)
@@ -159,7 +161,7 @@ def restore(directory: Path, megabytes: int) -> dict[str, float]:
         return total / (time.perf_counter() - start)
 
     def through() -> float:
-        forget(segments)
+        forget_files(segments)
         start, key, readings = time.perf_counter(), root, []
         for at in range(count):
             page = tokens[PAGE_BYTES * at : PAGE_BYTES * (at + 1)]
@@ -180,15 +182,6 @@ def restore(directory: Path, megabytes: int) -> dict[str, float]:
         "restore_ratio": ratio.ratio,
         "written_over_unique": stats["bytes_written"] / (count * size),
     }
-
-
-def forget(paths: Sequence[Path]) -> None:
-    """Have the system drop what it keeps of these files, as far as it does."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def decode(directory: Path, pairs: int) -> dict[str, object]:
@@ -235,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=100_000, help="of the prompt that is looked up")
     parser.add_argument("--megabytes", type=int, default=256, help="to restore")
     parser.add_argument("--pairs", type=int, default=30, help="of decoding without and with a store")
+    parser.add_argument("--rounds", type=int, default=9, help="of turns that are restored")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="ft-bench-store-", dir=options.directory) as scratch:
@@ -244,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **restore(root / "restore", options.megabytes),
             **decode(root, options.pairs),
         }
+        turns = overlap(root / "overlap", max(1, options.megabytes // 2), options.rounds)
+    found["first_token_by_suffix"] = turns
     cost = found["decode_cost"]
     goals = {
         f"look-up at most {MAX_LOOK_UP:g} times hashing": _number(found["look_up_ratio"]) <= MAX_LOOK_UP,
@@ -251,11 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"written at most {MAX_WRITTEN:g} times what is unique": _number(found["written_over_unique"]) <= MAX_WRITTEN,
         f"decode costs less than {MAX_DECODE:.0%} more, or the interval does not say": isinstance(cost, dict)
         and cost["low"] - 1 < MAX_DECODE,
+        "first token, as decided, no later than restored first, or the interval does not say": all(
+            one["decided_low"] <= 1 for one in turns.values()
+        ),
     }
     if options.json:
         print(json.dumps({**found, "missed": [goal for goal, met in goals.items() if not met]}, indent=2))
     else:
-        show(found, goals)
+        show(found, rows(turns), goals)
     return 0 if all(goals.values()) else 1
 
 
@@ -263,8 +262,8 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def show(found: dict[str, object], goals: dict[str, bool]) -> None:
-    rows = {
+def show(found: dict[str, object], turns: dict[str, str], goals: dict[str, bool]) -> None:
+    table = {
         "hashing the prompt": f"{_number(found['hash_ms']):.2f} ms",
         "looking it up": f"{_number(found['look_up_ms']):.2f} ms, {_number(found['look_up_ratio']):.2f} times",
         "RAM of the index": f"{_number(found['ram_bytes_per_million_tokens']) / 1e6:.1f} MB per million tokens",
@@ -276,11 +275,12 @@ def show(found: dict[str, object], goals: dict[str, bool]) -> None:
     }
     cost = found["decode_cost"]
     if isinstance(cost, dict):
-        rows["with over without a store"] = (
+        table["with over without a store"] = (
             f"{cost['ratio']:.4f} (95 % of {cost['pairs']} pairs: {cost['low']:.4f} to {cost['high']:.4f})"
         )
-    width = max(map(len, rows))
-    for name, value in rows.items():
+    table |= turns
+    width = max(map(len, table))
+    for name, value in table.items():
         print(f"{name:<{width}}  {value}")
     for goal, met in goals.items():
         print(f"{'met' if met else 'MISSED':<{width}}  {goal}")

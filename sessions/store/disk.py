@@ -23,7 +23,7 @@ _BUDGET = struct.Struct("<dd")
 
 class Disk:
     """``index`` is None where nothing can be written. ``others``: namespaces of other fingerprints, oldest first.
-    ``erasing``: what was being overwritten when the process before ended."""
+    ``erasing``: what was being forgotten when the process before ended."""
 
     def __init__(self, path: Path, namespace: bytes, cipher: Cipher | None, segments: Segments) -> None:
         self.path = path

@@ -1,21 +1,27 @@
 """What was forgotten and is still to be overwritten.
 
-It is in the index from the moment that the entries are not, so that it is gone on with after a crash at any point.
+It is in a file of its own before the entries are off the index, and until nothing is left of them: after a crash at any
+point it is gone on with, whether there is an index or not.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sessions.store.crypt import Cipher, Unreadable
-from sessions.store.format import BLOCK, Header, Place
+from sessions.store.files import Files
+from sessions.store.format import BLOCK, Header, Place, open_record, seal_record
 from sessions.store.mirror import Entry
+from sessions.store.owner import write_file
 from sessions.store.segments import Segment, Segments
 
-ERASING = b"erasing"
-"""Its name in the index."""
+_log = logging.getLogger(__name__)
+ERASING = "erasing"
+"""The file's name."""
 
 
 @dataclass
@@ -51,13 +57,33 @@ class Erasure:
         return json.dumps([places, sorted(self.sessions), self.everything]).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes | None) -> Erasure:
-        """Nothing for None, and for what cannot be read."""
-        try:
-            places, sessions, everything = json.loads(raw or b"[[], [], false]")
-            return cls({Place(*place) for place in places}, set(sessions), bool(everything))
-        except (ValueError, TypeError):
-            return cls()
+    def unpack(cls, raw: bytes) -> Erasure:
+        """Raises ValueError, TypeError."""
+        places, sessions, everything = json.loads(raw)
+        return cls({Place(*place) for place in places}, set(sessions), bool(everything))
+
+
+def recall(directory: Path, cipher: Cipher | None) -> Erasure:
+    """What the process before had begun."""
+    path = directory / ERASING
+    if not path.exists():
+        return Erasure()
+    try:
+        return Erasure.unpack(open_record(path.read_bytes(), cipher))
+    except (OSError, Unreadable, ValueError, TypeError) as error:
+        _log.warning("what was being forgotten cannot be read: %s; forget it again", error)
+        return Erasure()
+
+
+def remember(directory: Path, erasure: Erasure, cipher: Cipher | None, files: Files) -> None:
+    """Durable when this returns. Raises OSError."""
+    write_file(directory / ERASING, seal_record(erasure.pack(), cipher))
+    files.sync_directory(directory)
+
+
+def finished(directory: Path, files: Files) -> None:
+    """Raises OSError."""
+    files.unlink(directory / ERASING)
 
 
 def wipe(segments: Segments, cipher: Cipher | None, entries: list[Entry], erasure: Erasure) -> None:

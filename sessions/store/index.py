@@ -120,11 +120,11 @@ class Index:
             except lmdb.MapResizedError:
                 self._env.set_mapsize(0)
 
-    def compact(self, without: bytes) -> None:
-        """Only what is indexed is left in the file, and not what ``meta`` has under this name. After a crash the index
-        is the old one or the new one. Raises lmdb.Error, OSError."""
+    def compact(self) -> None:
+        """Only what is indexed is left in the file. After a crash the index is the old one or the new one. Raises
+        lmdb.Error, OSError."""
         folder = self._data.parent
-        write_fresh(self._env, folder, _NAMES, lambda name, key: name == b"meta" and key == without)
+        write_fresh(self._env, folder, _NAMES, lambda *_: False)
         self._files.point("index.copied")
         size = self._env.info()["map_size"]
         self._env.close()

@@ -1,8 +1,12 @@
 """Reading into the caller's buffers, by a pool of threads, verified to the last byte.
 
 What is asked for together is read in batches, a thread each: large enough that the calls and the threads cost little,
-small enough that all readers have some. Buffered: read with O_DIRECT, whole extents came a third slower and ranges of
-them as fast, and what the system still has in memory after a restart would be read from the disk again.
+small enough that all readers have some.
+
+Buffered, not O_DIRECT: measured on one machine, whole extents came at 1,959 MB/s buffered and at 1,301 direct; quarters
+of them (a restore in four groups of layers) at 1,210 and 1,364. Direct reads would gain an eighth where it matters
+least, as only what a prefill hides is read in groups, and lose a third elsewhere; and what the system still has in
+memory after a restart would be read from the disk again.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sessions.store import owner
 from sessions.store.config import StoreConfig
 from sessions.store.crypt import Cipher, Unreadable
 from sessions.store.disk import RECORD, USED, Disk, record
-from sessions.store.erasure import ERASING, Erasure
+from sessions.store.erasure import recall
 from sessions.store.files import Files
 from sessions.store.format import BLOCK, About, Place, aligned
 from sessions.store.index import MAP_SIZE, Changes, Index, IndexDamaged, remove_index
@@ -50,6 +50,7 @@ def open_disk(
         path = owner.enter(config.directory, config.fingerprint, files)
     segments = Segments(files, path, namespace, config.segment_bytes, writable=writable)
     disk = Disk(path, namespace, cipher, segments)
+    disk.erasing = recall(path, cipher)
     try:
         loader = _Loader(config, disk, files, mirror, counters, writable=writable, map_size=map_size)
         if not loader.load() or rebuild:
@@ -96,7 +97,6 @@ class _Loader:
             index = self._open_index()
         except IndexDamaged as error:
             return self._lost(str(error))
-        self._disk.erasing = Erasure.unpack(index.meta(ERASING))
         changes = Changes()
         for place, raw, used in index.extents():
             if not self._indexed(place, raw, used):
@@ -147,8 +147,6 @@ class _Loader:
             index = self._open_index()
         except IndexDamaged as error:
             raise OSError(f"no index can be made: {error}") from error
-        if self._disk.erasing:
-            index.commit(Changes(meta={ERASING: self._disk.erasing.pack()}))
         places = list(changes.extents.items())
         for at in range(0, len(places), _BATCH):
             index.commit(Changes(extents=dict(places[at : at + _BATCH])))
@@ -194,7 +192,7 @@ class _Loader:
             except Unreadable:
                 self._counters["extents_unreadable"] += 1
                 continue
-            if self._disk.erasing.covers(header.place, about.session):
+            if self._disk.erasing.everything or header.place in self._disk.erasing.places:
                 continue
             if verify and not self._disk.segments.verify(header, self._disk.cipher):
                 self._counters["extents_torn"] += 1

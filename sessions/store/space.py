@@ -11,7 +11,7 @@ from sessions.store.config import DAY
 from sessions.store.core import Core
 from sessions.store.crypt import Unreadable
 from sessions.store.disk import Disk, record, used_record
-from sessions.store.erasure import ERASING, Erasure, wipe
+from sessions.store.erasure import Erasure, finished, remember, wipe
 from sessions.store.format import Place
 from sessions.store.index import Changes, Index
 from sessions.store.mirror import Entry
@@ -96,8 +96,10 @@ class Space:
             dead, erasing = list(self._core.dead), self._core.erasing.copy()
         if self._disk.index is None or not (dead or erasing):
             return
-        meta = {ERASING: erasing.pack()} if erasing else {}
-        self._disk.index.commit(Changes(gone={place for place, _ in dead}, meta=meta))
+        if erasing:
+            self._core.files.point("erase.asked")
+            remember(self._disk.path, erasing, self._disk.cipher, self._core.files)
+        self._disk.index.commit(Changes(gone={place for place, _ in dead}))
         for place, length in dead:
             self._disk.segments.release(place, length)
         with self._core.changed:
@@ -118,9 +120,13 @@ class Space:
         wipe(segments, self._disk.cipher, self._everything(), erasing)
         segments.sync()
         self._core.files.point("erase.wiped")
-        index.compact(ERASING)
+        index.compact()
         with self._core.changed:
             self._core.erasing.remove(erasing)
+            more = bool(self._core.erasing)
+        if not more:
+            finished(self._disk.path, self._core.files)
+        self._core.files.point("erase.finished")
 
     def compact(self, victim: Segment) -> bool:
         """Copy what lives, commit, delete the file; False if there is no room to copy to."""

@@ -78,8 +78,8 @@ def open_store(
             progress=progress,
         )
         core.writable = lock is not None
-        core.erasing.add(disk.erasing)
         core.pins = Pins(disk.path / PINS if core.writable else None, cipher)
+        tend.forget_again(core, disk.erasing)
     except (OSError, lmdb.Error) as error:
         core.counters["disk_off"] = 1
         for entry in core.mirror.all():

@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from sessions.store.core import Core
 from sessions.store.disk import Disk
+from sessions.store.erasure import Erasure
 from sessions.store.format import BLOCK, Shape
 from sessions.store.mirror import Entry, Mirror
 
@@ -47,6 +48,14 @@ def forget(core: Core, session: str | None) -> int:
     else:
         core.pins.set(session, pinned=False)
     return count
+
+
+def forget_again(core: Core, erasing: Erasure) -> None:
+    """Go on with what another process had begun to forget: after a crash it may still, or again, be indexed."""
+    with core.changed:
+        core.erasing.add(erasing)
+    for session in (None,) if erasing.everything else sorted(erasing.sessions):
+        forget(core, session)
 
 
 def pin(core: Core, session: str, *, pinned: bool) -> int:

@@ -17,8 +17,8 @@ from sessions.store.store import Store, open_store
 
 POINTS = (
     "extent.written", "segment.created", "segment.roll", "index.commit", "map.grow", "rebuild.start",
-    "rebuild.segment", "gc.copied", "gc.committed", "gc.dropped", "erase.begun", "erase.wiped", "index.copied",
-    "index.compacted", "",
+    "rebuild.segment", "gc.copied", "gc.committed", "gc.dropped", "erase.asked", "erase.begun", "erase.wiped",
+    "index.copied", "index.compacted", "erase.finished", "",
 )  # fmt: skip
 PAGES = 6
 MANY = 100

@@ -175,12 +175,15 @@ def test_no_file_has_a_token_of_what_was_forgotten(tmp_path: Path, recurrent: bo
     store.close()
 
 
-POINTS = ("index.commit", "erase.begun", "erase.wiped", "index.copied", "index.compacted")
+POINTS = (
+    "erase.asked", "index.commit", "erase.begun", "erase.wiped", "index.copied", "index.compacted", "erase.finished",
+)  # fmt: skip
 
 
+@pytest.mark.parametrize("index_lost", [False, True])
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("all_of_it", [True, False])
-def test_killed_while_forgetting(tmp_path: Path, point: str, all_of_it: bool) -> None:
+def test_killed_while_forgetting(tmp_path: Path, point: str, all_of_it: bool, index_lost: bool) -> None:
     """It is all there, or it is in no file as soon as the next process had time to end what the other began."""
     process = os.fork()
     if process == 0:
@@ -193,10 +196,12 @@ def test_killed_while_forgetting(tmp_path: Path, point: str, all_of_it: bool) ->
         finally:
             os._exit(1)
     assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    if index_lost:
+        shutil.rmtree(next(tmp_path.rglob("index")))
     store = open_store(config(tmp_path))
     assert store.flush(10)
     there = [read_page(store, page) for page in MINE]
-    if point == "index.commit":
+    if point == "erase.asked":
         assert there == [True] * 6
     else:
         assert there == [None] * 6 and found(tmp_path, [*MINE, TAIL]) == []
@@ -204,7 +209,7 @@ def test_killed_while_forgetting(tmp_path: Path, point: str, all_of_it: bool) ->
     if not all_of_it:
         assert all(read_page(store, page) for page in (*STEM, *OTHERS))
     store.close()
-    assert not list(tmp_path.rglob("*.new"))
+    assert not list(tmp_path.rglob("*.new")) and not list(tmp_path.rglob("erasing"))
     again = open_store(config(tmp_path))
     assert [read_page(again, page) for page in MINE] == there
     assert all(one.shape is not Shape.STATE or one.end for one in again._mirror.all())
