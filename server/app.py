@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors, metrics, upkeep
+from server import control, endpoint, errors, metrics, openapi, upkeep
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
@@ -62,6 +62,9 @@ def create_app(state: ServerState) -> Starlette:
     async def numbers(request: Request) -> Response:
         text = metrics.exposition(await control.stats(state), state.family.name)
         return Response(text, media_type=metrics.MEDIA_TYPE)
+
+    async def described(request: Request) -> Response:
+        return Json(openapi.document())
 
     async def sessions(request: Request) -> Response:
         return Json(control.sessions(state, request.state.namespace))
@@ -126,6 +129,7 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/stats", stats),
             Route("/metrics", numbers),
             Route("/health", health),
+            Route("/openapi.json", described),
         ],
         middleware=[Middleware(Guard, settings=state.settings, keys=state.keys)],
         exception_handlers={ApiError: fail, HTTPException: fail, ClientDisconnect: gone, Exception: fail},

@@ -1,0 +1,148 @@
+"""The server's own description: complete, and true of every request that it allows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.routing import Route
+
+from parsers.load import Family
+from server.app import create_app
+from server.openapi import document
+from tests.server.support import Server, serving
+
+EXAMPLES, MANY = 10, 1000
+ANSWER = "Look.</think>\n\nYes.<|im_end|>"
+CHECKS: Any = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance
+]  # fmt: skip
+
+
+@schemathesis.serializer("application/x-ndjson")
+def lines(context: Any, value: Any) -> bytes:
+    return (value if isinstance(value, str) else json.dumps(value)).encode(errors="surrogatepass")
+
+
+SCHEMA: Any = schemathesis.openapi.from_dict(document())
+
+
+@contextmanager
+def served(family: Family) -> Iterator[Server]:
+    """In a thread, with a loop of its own: the generated cases are not asynchronous."""
+    up, stop = threading.Event(), asyncio.Event()
+    made: list[tuple[Server, asyncio.AbstractEventLoop]] = []
+
+    async def serve() -> None:
+        async with serving(family, ANSWER) as server:
+            made.append((server, asyncio.get_running_loop()))
+            up.set()
+            await stop.wait()
+            await asyncio.wait_for(server.idle(), 30)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert up.wait(30)
+    server, loop = made[0]
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url(family: Family) -> Iterator[str]:
+    with served(family) as server:
+        yield server.url
+
+
+def hold(operation: Any, url: str, examples: int) -> None:
+    """Requests as the description allows them, and others, get answers as it says, and none waits for ever."""
+
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+    cases = hypothesis.strategies.one_of(*(operation.as_strategy(generation_mode=mode) for mode in modes))
+
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=examples == EXAMPLES,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=cases)
+    def each(case: Any) -> None:
+        case.call_and_validate(base_url=url, checks=CHECKS, timeout=30)
+
+    each()
+
+
+OPERATIONS = {f"{one.ok().method} {one.ok().path}": one.ok() for one in SCHEMA.get_all_operations()}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_generated_requests(url: str, name: str) -> None:
+    hold(OPERATIONS[name], url, EXAMPLES)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_many_generated_requests(url: str, name: str) -> None:
+    hold(OPERATIONS[name], url, MANY)
+
+
+@pytest.mark.anyio
+async def test_every_route_is_described(family: Family) -> None:
+    async with serving(family) as server:
+        app = create_app(server.state)
+        theirs = (await server.http().get("/openapi.json")).json()
+    routes = {
+        (method.lower(), route.path.replace(":path", ""))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    described = {(method, path) for path, item in theirs["paths"].items() for method in item}
+    assert described == routes
+    assert theirs == document()
+
+
+def test_the_description_says_what_the_models_read() -> None:
+    schemas = document()["components"]["schemas"]
+    assert {"ChatRequest", "MessagesRequest", "Text", "chat.Message", "anthropic.Message"} <= schemas.keys()
+    assert not [name for name in schemas if "_" in name.partition(".")[0].strip("s") and "__" in name]
+    assert schemas["anthropic.Message"]["properties"]["content"]["anyOf"][0] == {"type": "string"}
+    assert schemas["MessagesRequest"]["properties"]["max_tokens"] == {"minimum": 1, "type": "integer"}
+
+
+def test_every_reference_leads_somewhere() -> None:
+    schemas = document()["components"]["schemas"]
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key == "$ref" or (key == "mapping" and isinstance(item, dict)):
+                    yield from item.values() if isinstance(item, dict) else [item]
+                yield from references(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from references(item)
+
+    found = set(references(document()))
+    assert found
+    assert {name.removeprefix("#/components/schemas/") for name in found} <= schemas.keys()
