@@ -22,6 +22,7 @@ from sessions.pieces import Envelope, cut, fingerprint, join
 from sessions.store.compact import remove_fresh, take_fresh, write_fresh
 from sessions.store.config import StoreKeyError
 from sessions.store.crypt import SALT, Cipher, Unreadable
+from sessions.store.files import Files
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Environment:
     """Raises Damaged, DiskFault, StoreKeyError for a wrong, missing or needless key. One thread writes; others may
     read meanwhile."""
 
-    def __init__(self, folder: Path, key: bytes | None, map_bytes: int, limit: int) -> None:
+    def __init__(self, folder: Path, key: bytes | None, map_bytes: int, limit: int, files: Files) -> None:
         """``limit``: bytes that are meant to be in use at most."""
         cipher = Cipher(key) if key else None
         self.ages: dict[bytes, tuple[float, bool]] = {}
@@ -80,6 +81,7 @@ class Environment:
         self.corrupt = 0
         """Values that could not be read."""
         self._envelope = Envelope(cipher)
+        self._files = files
         self._limit = limit
         self._map = Lock()
         """Held while the map is read or resized."""
@@ -141,8 +143,10 @@ class Environment:
     def commit(self, changes: Mapping[bytes, Changes]) -> None:
         """All of it or nothing. Raises DiskFault."""
         try:
+            self._files.point("sessions.commit")
             while not self._try(changes):
                 self._grow()
+            self._files.point("sessions.committed")
         except (lmdb.Error, OSError) as error:
             self._written.clear()  # nobody knows what is there: what is written next is written whole
             raise DiskFault(str(error)) from error
@@ -152,11 +156,13 @@ class Environment:
         lmdb.Error, OSError."""
         with self._map:
             write_fresh(self._env, self._folder, (b"heads", b"values", b"meta"), lambda _, key: key == _ERASING)
+            self._files.point("sessions.copied")
             self._env.close()
             try:
                 take_fresh(self._folder)
             finally:
                 self._open()
+        self._files.point("sessions.erased")
 
     def close(self) -> None:
         self._env.close()

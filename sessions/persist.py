@@ -27,6 +27,8 @@ from sessions.store.owner import Owner
 _log = logging.getLogger(__name__)
 
 _READ_SECONDS = 30.0
+_ASIDE = "damaged"
+"""Where an environment goes that was damaged."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Persist:
     StoreError when the package for encryption is missing. All calls come from one thread; of them only ``read`` may
     wait, for what it is to read."""
 
-    def __init__(self, config: PersistConfig) -> None:
+    def __init__(self, config: PersistConfig, files: Files | None = None) -> None:
         self._config = config
+        self._files = files or Files()
         self._commits = self._errors = self._damaged = self._evicted = 0
         self._waiting: dict[bytes, Changes] = {}
         self._writing: frozenset[bytes] = frozenset()
@@ -148,11 +151,11 @@ class Persist:
         directory = self._config.directory
         folder = directory / "env"
         try:
-            self._owner = Owner(directory, Files())
+            self._owner = Owner(directory, self._files)
             try:
                 environment = self._environment(folder)
             except Damaged as damage:
-                aside = directory / "damaged"
+                aside = directory / _ASIDE
                 _log.error("remembered sessions are damaged (%s) and were moved to %s", damage, aside)
                 self._damaged += 1
                 shutil.rmtree(aside, ignore_errors=True)
@@ -171,7 +174,7 @@ class Persist:
 
     def _environment(self, folder: Path) -> Environment:
         config = self._config
-        return Environment(folder, config.key, config.map_bytes, config.max_bytes)
+        return Environment(folder, config.key, config.map_bytes, config.max_bytes, self._files)
 
     def _release(self) -> None:
         owner, self._owner = self._owner, None
@@ -204,6 +207,9 @@ class Persist:
             self._commits += 1
             if any(change.erase for change in taken.values()):
                 environment.erase()
+                aside = self._config.directory / _ASIDE  # nobody can tell whose tokens are in there
+                if aside.exists():
+                    shutil.rmtree(aside)
         except (DiskFault, lmdb.Error, OSError) as error:
             self._errors += 1
             _log.error("%d sessions were not written: %s", len(taken), error)
