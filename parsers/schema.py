@@ -163,13 +163,11 @@ def is_json_object(text: str) -> bool:
 
 
 def too_deep(value: object) -> bool:
-    """Whether a JSON value is nested deeper than what is passed on."""
+    """Whether a JSON value has more containers inside each other than what is passed on."""
     level = [value]
     for _ in range(NESTING):
-        level = [child for one in level for child in _children(one)]
-        if not level:
-            return False
-    return True
+        level = [child for one in level for child in _children(one) if isinstance(child, dict | list | tuple)]
+    return bool(level)
 
 
 def _children(value: object) -> Iterable[object]:

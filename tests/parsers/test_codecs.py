@@ -9,7 +9,7 @@ import pytest
 
 from parsers import source
 from parsers.conversation import ToolCall
-from parsers.schema import Shape, json_of, property_types
+from parsers.schema import NESTING, Shape, is_json, json_of, property_types, too_deep
 from tests.parsers.parsed import Parsed
 from tests.parsers.report_support import arguments, heard, tool
 from tests.parsers.wire_support import NAMES, machine
@@ -410,3 +410,10 @@ def test_a_schema_of_any_depth_is_walked() -> None:
 
 def test_python_text_in_a_value_needs_no_valid_escapes() -> None:
     assert json_of(r"{'a': '\d+\\n'}", frozenset({"object"})) == (json.dumps({"a": "\\d+\\n"}), True)
+
+
+@pytest.mark.parametrize(("leaf", "deeper"), [("1", 0), ('"["', 0), ("[]", 1), ('[["}"], {}]', 2)])
+def test_depth_is_that_of_containers_however_it_is_counted(leaf: str, deeper: int) -> None:
+    for depth in range(NESTING - 3, NESTING + 3):
+        text = "[" * depth + leaf + "]" * depth
+        assert is_json(text) == (not too_deep(json.loads(text))) == (depth + deeper <= NESTING)
