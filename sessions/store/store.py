@@ -39,7 +39,8 @@ _ENDS = 64
 """A session has at most so many branches that are known to need their pages; beyond, the oldest is on its own."""
 ERASING_SECONDS = 300.0
 CLOSING = 60.0
-"""Seconds for the last writes."""
+"""Seconds for the last writes: a full queue of 512 MiB at 9 MB/s. A worker has had its own, shorter time to flush
+before, and ends by itself soon after it; this is for those who open a store themselves."""
 
 
 def open_store(

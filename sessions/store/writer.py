@@ -82,6 +82,10 @@ class Writer:
             self._closing = True
             self._core.changed.notify_all()
         self._thread.join(max(timeout, 1.0))
+        with self._core.changed:
+            left, count = self._core.ram.queued, self._core.ram.waiting
+        if count:
+            _log.warning("the store ends with %d extents of %.1f MB unwritten", count, left / 1e6)
         if not done or self.alive or self._disk.index is None:
             return False
         try:

@@ -408,3 +408,21 @@ def test_the_root_key_is_no_page(tmp_path: Path) -> None:
     assert store.page(ROOT, ROOT, b"") is None and store.states(ROOT, b"") == [] and store.partial(ROOT, b"") == []
     store.demote(ROOT, b"")
     store.close()
+
+
+def test_what_could_not_be_written_in_the_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = FaultyFiles()
+    store = open_store(settings(tmp_path), files=files)
+    PAGES[0].put(store)
+    assert store.flush(10)
+    files.fail = {"write": errno.ENOSPC}
+    for page in PAGES[1:4]:
+        page.put(store)
+    store.close()
+    assert "ends with 3 extents of 0.0 MB unwritten" in caplog.text
+    files.fail = {}
+    caplog.clear()
+    store = open_store(settings(tmp_path), files=files)
+    assert [read_page(store, page) for page in PAGES[:4]] == [True, None, None, None]
+    store.close()
+    assert "unwritten" not in caplog.text
