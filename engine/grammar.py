@@ -33,7 +33,13 @@ _STACK = 256 << 20
 enough for any grammar that ``parsers.grammar`` writes; memory is only taken for what is used of it."""
 _MOMENT = 0.02
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ?")
-_COMPILER = re.compile(r"^failed to compile JSON schema: ")
+_COMPILER = re.compile(r"^failed to compile JSON schema: |^lexer error: ")
+_PLAIN = {
+    "NoExtensionBias": "it allows nothing",
+    "fuel exhausted": "its patterns, or the lengths in it, take too much to be followed",
+    "too many expressions": "its patterns, or the lengths in it, take too much to be followed",
+}
+"""What some complaints mean."""
 
 
 class GrammarError(Exception):
@@ -80,8 +86,9 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(tokenizer, _OPTIONS + grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error(), grammar))
+        leads = not matcher.is_error() and (any(matcher.compute_bitmask()) or matcher.is_accepting())
+        if matcher.is_error() or not leads:
+            raise GrammarError(_reason(matcher.get_error() or "it allows nothing", grammar))
         self._known[grammar] = matcher
         self._kept += len(grammar)
         while len(self._known) > _KEPT or (self._kept > _KEPT_SIZE and len(self._known) > 1):
@@ -171,8 +178,10 @@ def _reason(error: str, grammar: str) -> str:
     message = error.split("\n", 1)[0]
     place = _PLACE.match(message)
     text = _COMPILER.sub("", message[place.end() :] if place else message)
+    text = next((meaning for complaint, meaning in _PLAIN.items() if text.startswith(complaint)), text)
     if text.endswith("regex parse error:"):
         text = next((line for line in error.splitlines() if line.startswith("error:")), text)
-    lines = grammar.splitlines()[: int(place[1]) - 1 if place else 0]
-    about = next((line[2:] for line in reversed(lines) if line.startswith("# ")), "the grammar")
+    lines = grammar.splitlines()[: int(place[1]) - 1 if place else None]
+    notes = [line[2:] for line in lines if line.startswith("# ")]
+    about = notes[-1] if notes and (place or len(notes) == 1) else "the grammar"
     return f"{about} cannot be enforced: {text[:500]}"

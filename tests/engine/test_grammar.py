@@ -100,11 +100,14 @@ def test_half_of_a_code_point_is_followed_by_the_other() -> None:
         ("start: /(?=a)/", r"look-ahead"),
         ("start: <[999]>", r"cannot be enforced"),
         ("(", r"cannot be enforced"),
+        ('# the tool f\nstart: %json {"$ref": "#"}', r"^the tool f cannot be enforced: it allows nothing"),
+        ("# the tool f\nstart: A\nA: /[^\\s\\S]/", r"^the tool f cannot be enforced: it allows nothing"),
     ],
 )
 def test_what_cannot_be_compiled_says_why_and_for_whom(grammar: str, message: str) -> None:
     following = guide(grammar)
-    following.wait()
+    while not following.ready:
+        following.wait()
     assert re.search(message, following.failure) and "\n" not in following.failure
     with pytest.raises(GrammarError):
         following.allowed()
@@ -116,7 +119,8 @@ def test_a_vocabulary_that_cannot_be_read_fails_the_requests_that_need_it() -> N
 
     made = Grammars(broken, 270).guide(replace(DRAWN, constraint='start: "a"'))
     assert made is not None
-    made.wait()
+    while not made.ready:
+        made.wait()
     assert made.failure == "no such file"
 
 
