@@ -128,12 +128,15 @@ def regex(pattern: str) -> str:
 # ── a client's grammar ────────────────────────────────────────────────────────────────────────────────────────────────
 
 _TOKEN = re.compile(
-    r"""(?P<space>(?:[ \t\r]|//[^\n]*|\#[^\n]*)+)|(?P<line>\n)
-    |(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)
-    |(?P<import>%import[^\n]*)|(?P<directive>%\w+)|(?P<arrow>->[ \t]*\w+)|(?P<range>\.\.)
-    |(?P<name>[?!]?[A-Za-z_]\w*)|(?P<count>~[ ]*\d+(?:[ ]*\.\.[ ]*\d+)?|\{\d*,?\d*\})|(?P<priority>\.-?\d+)
-    |(?P<mark>[:|()\[\]?*+])""",
+    r"""(?P<skip>(?:\s|//[^\n]*|\#[^\n]*|->[ \t]*\w+)+)|(?P<string>"(?:\\.|[^"\\\n])*"i?)
+    |(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)|(?P<directive>%\w+)|(?P<name>[?!]?[A-Za-z_]\w*)
+    |~[ ]*(?P<count>\d+(?:[ ]*\.\.[ ]*\d+)?)|(?P<open>[(\[])|(?P<close>[)\]])|(?P<mark>[|?*+]|\{\d*,?\d*\})""",
     re.VERBOSE,
+)
+_DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^[ \t]*%import[ \t]+(?:common\.(\w+)(?:[ \t]*->[ \t]*(\w+))?|common[ \t]*\(([\w\s,]+)\))[ \t]*(?=//|\#|$)",
+    re.MULTILINE,
 )
 _COMMON = {
     "LF": r"\n",
@@ -165,139 +168,75 @@ def regex_of_lark(grammar: str) -> str:
 
 
 class _Definitions:
-    """The rules and terminals of a Lark grammar, each as its tokens."""
+    """The rules and terminals of a Lark grammar. What they consist of is nearly a regular expression already."""
 
     def __init__(self, grammar: str) -> None:
-        self._bodies: dict[str, list[tuple[str, str]]] = {}
         self._done: dict[str, str] = {}
-        statements: list[list[tuple[str, str]]] = [[]]
-        for kind, text in _tokens(grammar):
-            if kind == "line":
-                statements.append([])
-            elif text == "|" and not statements[-1] and len(statements) > 1:
-                statements.pop()
-                while not statements[-1] and len(statements) > 1:
-                    statements.pop()
-                statements[-1].append((kind, text))
-            else:
-                statements[-1].append((kind, text))
-        for statement in statements:
-            if statement:
-                self._define(statement)
-
-    def _define(self, statement: list[tuple[str, str]]) -> None:
-        kind, text = statement[0]
-        if kind == "import":
-            self._import(text)
-            return
-        if kind == "directive":
-            raise GrammarError(f"{text} cannot be enforced")
-        rest = statement[1:]
-        if rest and rest[0][0] == "priority":
-            rest = rest[1:]
-        if kind != "name" or not rest or rest[0] != ("mark", ":"):
+        before, *parts = _DEFINITION.split(_IMPORT.sub(self._import, grammar))
+        self._bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+        if text := "".join(match[0] for match in _tokens(before) if match.lastgroup != "skip"):
             raise GrammarError(f"a definition was expected at {text[:40]!r}")
-        self._bodies[text.lstrip("?!")] = rest[1:]
 
-    def _import(self, text: str) -> None:
-        match = re.fullmatch(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*", text) or re.fullmatch(
-            r"%import\s+common\s*\(([\w\s,]+)\)()\s*", text
-        )
-        names = [name.strip() for name in match[1].split(",")] if match else []
-        if match is None or not all(name in _COMMON for name in names):
-            raise GrammarError(f"{text.strip()[:80]!r} is not known")
-        for name in names:
+    def _import(self, match: re.Match[str]) -> str:
+        for name in (match[1] or match[3]).replace(",", " ").split():
+            if name not in _COMMON:
+                raise GrammarError(f"%import of {name!r:.80} is not known")
             self._done[match[2] or name] = _COMMON[name]
+        return ""
 
     def expanded(self, name: str, within: tuple[str, ...]) -> str:
+        """The regular expression for a rule or a terminal."""
         if name in within:
             raise GrammarError(f"{name!r} is recursive; only grammars without recursion can be enforced")
+        if name not in self._done and name not in self._bodies:
+            raise GrammarError(f"{name!r} is not defined")
+        if len(within) > _MAX_DEPTH:
+            raise GrammarError("the rules are nested too deeply")
         if name not in self._done:
-            if name not in self._bodies:
-                raise GrammarError(f"{name!r} is not defined")
-            if len(within) > _MAX_DEPTH:
-                raise GrammarError("the rules are nested too deeply")
-            parser = _Expression(self._bodies[name], lambda other: self.expanded(other, (*within, name)))
-            self._done[name] = parser.whole()
+            self._done[name] = self._translated(self._bodies[name], (*within, name))
         return self._done[name]
 
-
-class _Expression:
-    """Reads the right side of a definition."""
-
-    def __init__(self, tokens: list[tuple[str, str]], expand: Callable[[str], str]) -> None:
-        self._tokens, self._at, self._depth = tokens, 0, 0
-        self._expand = expand
-
-    def whole(self) -> str:
-        found = self._choice()
-        if self._at < len(self._tokens):
-            raise GrammarError(f"{self._tokens[self._at][1][:40]!r} was not expected")
-        return found
-
-    def _peek(self) -> tuple[str, str]:
-        return self._tokens[self._at] if self._at < len(self._tokens) else ("end", "")
-
-    def _choice(self) -> str:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise GrammarError("parentheses are nested too deeply")
-        options = [self._sequence()]
-        while self._peek()[1] == "|":
-            self._at += 1
-            options.append(self._sequence())
-        self._depth -= 1
-        return options[0] if len(options) == 1 else "(?:" + "|".join(options) + ")"
-
-    def _sequence(self) -> str:
+    def _translated(self, body: str, within: tuple[str, ...]) -> str:
         parts: list[str] = []
+        opened: list[str] = []
         size = 0
-        while self._peek()[0] in ("string", "regex", "name") or self._peek()[1] in ("(", "["):
-            parts.append(self._repeated())
-            size += len(parts[-1])
-            if size > _MAX_REGEX:
-                raise GrammarError("the grammar is too large once its rules are expanded")
-        if self._peek()[0] == "arrow":
-            self._at += 1
+        for match in _tokens(body):
+            text = match[0]
+            match match.lastgroup:
+                case "string":
+                    parts.append(_string(text))
+                case "regex":
+                    parts.append(_pattern(text))
+                case "name":
+                    parts.append(f"(?:{self.expanded(text.lstrip('?!'), within)})")
+                case "count":
+                    parts.append("{" + re.sub(r"[~ ]", "", text).replace("..", ",") + "}")
+                case "open":
+                    parts.append("(?:")
+                    opened.append({"(": ")", "[": "]"}[text])
+                case "close":
+                    if not opened or opened.pop() != text:
+                        raise GrammarError(f"{text!r} was not expected")
+                    parts.append(")?" if text == "]" else ")")
+                case "mark":
+                    parts.append(text)
+            size += len(parts[-1]) if parts else 0
+            if size > _MAX_REGEX or len(opened) > _MAX_DEPTH:
+                raise GrammarError("the grammar is too large once its rules are expanded, or nested too deeply")
+        if opened:
+            raise GrammarError(f"{opened[-1]!r} is missing")
         return "".join(parts)
 
-    def _repeated(self) -> str:
-        atom = self._atom()
-        kind, text = self._peek()
-        if text in ("?", "*", "+") and kind == "mark":
-            self._at += 1
-            return f"(?:{atom}){text}"
-        if kind == "count":
-            self._at += 1
-            counts = re.sub(r"[~ ]", "", text).replace("..", ",")
-            return f"(?:{atom})" + (counts if text.startswith("{") else "{" + counts + "}")
-        return atom
 
-    def _atom(self) -> str:
-        (kind, text), self._at = self._peek(), self._at + 1
-        match kind:
-            case "string":
-                return _string(text)
-            case "regex":
-                return _pattern(text)
-            case "name":
-                return f"(?:{self._expand(text.lstrip('?!'))})"
-        inner = self._choice()
-        close = {"(": ")", "[": "]"}[text]
-        if self._peek()[1] != close:
-            raise GrammarError(f"{close!r} is missing")
-        self._at += 1
-        return f"(?:{inner})" + ("?" if text == "[" else "")
-
-
-def _tokens(grammar: str) -> Iterable[tuple[str, str]]:
+def _tokens(grammar: str) -> Iterable[re.Match[str]]:
     at = 0
     while at < len(grammar):
         match = _TOKEN.match(grammar, at)
-        if match is None or match.lastgroup == "range":
+        if match is None:
             raise GrammarError(f"the grammar is not understood at {grammar[at : at + 40]!r}")
-        if match.lastgroup != "space":
-            yield str(match.lastgroup), match[0]
+        if match.lastgroup == "directive":
+            raise GrammarError(f"{match[0]} cannot be enforced")
+        yield match
         at = match.end()
 
 
@@ -307,11 +246,10 @@ def _string(text: str) -> str:
         value = str(json.loads(re.sub(r"\\(?![\"\\/bfnrtu])", r"\\\\", body)))
     except ValueError as error:
         raise GrammarError(f"{text[:40]!r} is not a string") from error
-    return f"(?i:{escaped(value)})" if ignore_case else escaped(value)
+    return f"(?{'i' if ignore_case else ''}:{escaped(value)})"
 
 
 def _pattern(text: str) -> str:
     body, _, flags = text[1:].rpartition("/")
-    body = body.replace(r"\/", "/")
-    flags = "".join(flag for flag in "imsx" if flag in flags)
-    return f"(?{flags}:{body})" if flags else f"(?:{body})"
+    chosen = "".join(flag for flag in "imsx" if flag in flags)
+    return f"(?{chosen}:{body})".replace(r"\/", "/")
