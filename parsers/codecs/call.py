@@ -57,9 +57,13 @@ class Call:
         self._tools, self._emit, self._begin = tools, emit, begin
         self._tolerated = dict.fromkeys(rules)
 
+    def declared(self, name: str) -> bool:
+        """Is there such a tool?"""
+        return name in self._tools
+
     def announce(self, name: str) -> None:
         """Raises Malformed when this is no call after all."""
-        if self.guarded and name not in self._tools:
+        if self.guarded and not self.declared(name):
             raise Malformed
         self.announced = True
         self.parameters = self._tools.get(name, {})

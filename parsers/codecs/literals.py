@@ -22,6 +22,8 @@ from parsers.source import Cut, Emit, Source, Step, Stops
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD_END = re.compile(r"[,:=(){}\[\]\s\"']|[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
+"""What names a tool or an argument even where it is not declared."""
+_NAME_START = re.compile(r"[^\s<>()\[\]{},;\ud800-\udfff]")
 _PYTHON_NUMBER = re.compile(
     r"-?(0[xXoObB][\da-fA-F_]{1,64}|[\d_]{0,4096}\.?[\d_]{0,4096}([eE][-+]?\d{1,9})?)", re.ASCII
 )
@@ -144,7 +146,8 @@ class LiteralValues:
         while stop == ":" and self._bare and not (yield from self._value_follows(source)):
             more, stop = yield from source.take(self._keys[frame.assign], NAME_LIMIT)
             key += ":" + more
-        if stop != frame.assign or (stop == "=" and not _NAME.fullmatch(key.strip())):
+        named = frame.assign == ":" or _NAME.fullmatch(key.strip()) or call.types(key.strip()) is not None
+        if stop != frame.assign or not named:
             raise Malformed
         return call.text_of(key.strip())
 
@@ -276,16 +279,17 @@ class PythonReader:
     def more(self, source: Source) -> Step[bool]:
         if (yield from self._json.more(source)):
             return True
-        return not self._many and bool(_NAME.match((yield from source.peek())))
+        return not self._many and bool(_NAME_START.match((yield from source.peek())))
 
     def read(self, source: Source, call: Call) -> Step[str]:
         yield from source.space()
         if (yield from source.peek()) == "{":
             call.tolerate("json_call")
             return (yield from self._json.read(source, call))
-        name, stop = yield from source.take(self._name, NAME_LIMIT)
-        if stop != "(" or not _NAME.fullmatch(name.strip()):
+        text, stop = yield from source.take(self._name, NAME_LIMIT)
+        name = text.strip()
+        if stop != "(" or not (_NAME.fullmatch(name) or call.declared(name)):
             raise Malformed
-        call.announce(name.strip())
+        call.announce(name)
         yield from self._values.members(source, call, ")", "=")
         return ""

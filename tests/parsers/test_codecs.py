@@ -8,7 +8,7 @@ import re
 import pytest
 
 from parsers import source
-from parsers.conversation import ToolCall
+from parsers.conversation import Block, Tool, ToolCall
 from parsers.schema import NESTING, Shape, is_json, json_of, property_types, too_deep
 from tests.parsers.parsed import Parsed
 from tests.parsers.report_support import arguments, heard, tool
@@ -417,3 +417,18 @@ def test_depth_is_that_of_containers_however_it_is_counted(leaf: str, deeper: in
     for depth in range(NESTING - 3, NESTING + 3):
         text = "[" * depth + leaf + "]" * depth
         assert is_json(text) == (not too_deep(json.loads(text))) == (depth + deeper <= NESTING)
+
+
+@pytest.mark.parametrize("name", ["llama4", "lfm2", "olmo3"])
+def test_python_calls_know_declared_names_that_are_none_in_python(name: str) -> None:
+    family = machine(name)
+    for odd in ("3d-view", "-x", "ns:f", "naïve", "$ref", "a/b"):
+        declared = tuple(
+            Tool(one, "", {"type": "object", "properties": {odd: {"type": "string"}}}) for one in (odd, "f")
+        )
+        calls: list[Block] = [ToolCall("call00001", one.name, json.dumps({odd: "v"})) for one in declared]
+        parsed = family.parse(family.output(calls), declared)
+        assert [(call[1], json.loads(call[2]), call[3]) for call in parsed.calls] == [
+            (one.name, {odd: "v"}, "complete") for one in declared
+        ]
+        assert family.parse(family.output(calls[:1]), (Tool("g", ""),)).calls == []
