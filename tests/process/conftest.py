@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,3 +49,12 @@ def start_worker(short_dir: Path) -> Iterator[StartWorker]:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with real weights, a byte tokenizer and a template."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    command = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(folder)]
+    subprocess.run(command, check=True, env=child_environment() | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    return folder
