@@ -1,7 +1,7 @@
 # make demo   install, then a short chat and one scripted agent session, with its reuse table
 # make test   install, then lint, types, import rules and tests
-# make e2e    the real Claude Code and Codex against a local server
-# Also: lint, deep (tests too long for CI), wheel (build it and look inside), families (write docs/families.md), clean.
+# make e2e    every real harness against a local server (make e2e-core: Claude Code and Codex, as CI does)
+# Also: harnesses (docs/harnesses.md from what e2e measured), lint, deep (tests too long for CI), wheel (build it and look inside), families (write docs/families.md), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,8 +12,9 @@ TORCH_CPU ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard engine/native/*.cpp engine/native/*.h)
 CLIENTS := .e2e
+NPM_INSTALL := npm install --no-package-lock --no-audit --no-fund --loglevel error
 
-.PHONY: demo test e2e lint deep wheel families clean
+.PHONY: demo test e2e e2e-core harnesses lint deep wheel families clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -28,8 +29,14 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-e2e: $(VENV)/installed-dev $(CLIENTS)/installed
+e2e: $(VENV)/installed-dev $(CLIENTS)/installed $(CLIENTS)/installed-more
 	$(BIN)/python -m pytest -m e2e tests/e2e
+
+e2e-core: $(VENV)/installed-dev $(CLIENTS)/installed
+	$(BIN)/python -m pytest -m "e2e and not wide" tests/e2e
+
+harnesses: $(VENV)/installed-dev
+	$(BIN)/python -m tests.e2e.report
 
 deep: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m deep --timeout 0
@@ -72,3 +79,17 @@ $(CLIENTS)/installed: tests/e2e/package.json
 	cp tests/e2e/package.json $(CLIENTS)/package.json
 	cd $(CLIENTS) && npm install --no-package-lock --no-audit --no-fund --loglevel error
 	touch $@
+
+# openclaw refuses to be installed under an older Node than 24; the Python clients have requirements that ours exclude.
+$(CLIENTS)/installed-more: tests/e2e/clients/more.json tests/e2e/clients/node24.json $(CLIENTS)/installed
+	mkdir -p $(CLIENTS)/more $(CLIENTS)/openclaw
+	cp tests/e2e/clients/more.json $(CLIENTS)/more/package.json
+	cp tests/e2e/clients/node24.json $(CLIENTS)/openclaw/package.json
+	cd $(CLIENTS)/more && $(NPM_INSTALL)
+	cd $(CLIENTS)/openclaw && $(NPM_INSTALL)
+	cd $(CLIENTS)/openclaw && PATH="$$PWD/node_modules/.bin:$$PATH" $(NPM_INSTALL) openclaw@2026.9.6
+	$(PYTHON) -m venv $(CLIENTS)/aider
+	$(CLIENTS)/aider/bin/python -m pip install -qq --disable-pip-version-check aider-chat==0.86.2
+	$(PYTHON) -m venv $(CLIENTS)/mini
+	$(CLIENTS)/mini/bin/python -m pip install -qq --disable-pip-version-check mini-swe-agent==2.4.6
+	@touch $@

@@ -14,6 +14,7 @@ from launchers.agents.common import state_directory
 from launchers.running import ServerProblem
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SERVE = (sys.executable, "-P", "-m", "launchers.cli", "serve")
 READY_SECONDS = 1800.0
 """A large model may have to be read from a slow disk."""
 POLL_SECONDS = 0.2
@@ -34,8 +35,7 @@ def start_server(url: str, flags: Sequence[str], api_key_file: Path | None) -> N
     ready.unlink(missing_ok=True)
     key = ("--api-key-file", str(api_key_file)) if api_key_file else ()
     command = [
-        *(sys.executable, "-P", "-m", "launchers.cli", "serve", "--host", address.hostname, "--port", str(port)),
-        *("--ready-file", str(ready), *key, *flags),
+        *(*SERVE, "--host", address.hostname, "--port", str(port), "--ready-file", str(ready), *key, *flags),
     ]
     print(f"starting a server; its log: {log}", file=sys.stderr)
     with log.open("wb") as output:

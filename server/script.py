@@ -27,7 +27,11 @@ from parsers.render import Prompt
 
 Kind = Literal["main", "side", "compaction", "subagent"]
 
-REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+REMINDER = re.compile(
+    "<system-reminder>.*?</system-reminder>"
+    "|<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?<<<END_OPENCLAW_INTERNAL_CONTEXT>>>",
+    re.DOTALL,
+)
 """Text that harnesses put into user turns and no user wrote."""
 
 

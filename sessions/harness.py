@@ -40,7 +40,8 @@ class Harness:
     """``marks``: headers only this client sends. ``agents``: how its user-agent begins. ``volatile``: how a line of the
     opening system text begins that says nothing and may change. ``session``, ``thread``, ``parent``: headers with those
     ids, first non-empty wins; a parent makes it a sub-agent. ``metadata``: a header holding a JSON object, whose
-    (field, value) pairs name the kind in ``kinds``. ``compaction``: text that only its request for a summary contains.
+    (field, value) pairs name the kind in ``kinds``. ``openings``: how its system text begins, and what kind of request
+    that is where it comes without tools. ``compaction``: text that only its request for a summary contains.
     ``titles``: a request for structured output without tools is a side request. ``reattach_tools``: its compaction
     request leaves the tools out and means them."""
 
@@ -53,6 +54,7 @@ class Harness:
     parent: tuple[str, ...] = ()
     metadata: str = ""
     kinds: Mapping[tuple[str, str], Kind] = field(default_factory=dict)
+    openings: Mapping[str, Kind] = field(default_factory=dict)
     compaction: tuple[str, ...] = ()
     titles: bool = False
     reattach_tools: bool = False
@@ -101,7 +103,22 @@ GENERIC = Harness(
     session=("x-session-id", "x-session-affinity"),
     parent=("x-parent-session-id",),
 )
-HARNESSES = (CLAUDE_CODE, CODEX)
+OPENCODE = Harness(
+    "opencode",
+    agents=("opencode/",),
+    session=("x-session-id", "x-session-affinity"),
+    parent=("x-parent-session-id",),
+    openings={"You are a title generator.": "side"},
+)
+PI = Harness(
+    "pi",
+    openings={
+        "You are an expert coding assistant operating inside pi,": "main",
+        "You are a context summarization assistant.": "compaction",
+    },
+)
+QWEN_CODE = Harness("qwen-code", agents=("qwencode/",))
+HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, PI, QWEN_CODE)
 """In order of recognition; ``GENERIC`` is for everyone else."""
 
 
@@ -111,7 +128,8 @@ def recognise(meta: RequestMeta, conversation: Conversation) -> Harness:
     for harness in HARNESSES:
         if any(mark in meta.headers for mark in harness.marks) or agent.startswith(harness.agents):
             return harness
-        if harness.volatile and any(line.startswith(harness.volatile) for line in head):
+        known = (*harness.volatile, *harness.openings)
+        if known and any(line.startswith(known) for line in head):
             return harness
     return GENERIC
 
@@ -139,7 +157,7 @@ def without_volatile(harness: Harness, conversation: Conversation) -> Conversati
 
 
 def _kind(harness: Harness, meta: RequestMeta, conversation: Conversation) -> Kind:
-    told = _told_kinds(harness, meta)
+    told = _told_kinds(harness, meta) | _opening_kinds(harness, conversation)
     if "side" in told or _is_side(harness, meta, conversation):
         return "side"
     if "compaction" in told or _asks_for_summary(harness, conversation):
@@ -156,6 +174,13 @@ def _told_kinds(harness: Harness, meta: RequestMeta) -> set[Kind]:
     except (ValueError, RecursionError):
         return set()
     return {kind for (name, value), kind in harness.kinds.items() if isinstance(told, dict) and told.get(name) == value}
+
+
+def _opening_kinds(harness: Harness, conversation: Conversation) -> set[Kind]:
+    if conversation.tools or not harness.openings:
+        return set()
+    lines = _opening_lines(conversation)
+    return {kind for start, kind in harness.openings.items() if any(line.startswith(start) for line in lines)}
 
 
 def _is_side(harness: Harness, meta: RequestMeta, conversation: Conversation) -> bool:

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launchers.child_server import ChildServer
+from tests.e2e.drivers import Driver
 
-CLIENTS = Path(__file__).resolve().parents[2] / ".e2e" / "node_modules" / ".bin"
+E2E = Path(__file__).resolve().parents[2] / ".e2e"
 CLOSED = "http://127.0.0.1:9"
 """A proxy that refuses: whatever the client tries to reach besides the server fails at once."""
 RUN_SECONDS = 240
+POLL_SECONDS = 0.05
+ANSWER_SECONDS = 90.0
+ANSWER_TOKENS = 200
+ABORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Client:
     """One client with an isolated home, in one project."""
 
-    name: str
+    driver: Driver
     server: ChildServer
     home: Path
     project: Path
 
+    def start(self, prompt: str) -> str:
+        """A new conversation in a process of its own."""
+        return self.run(*(part.replace("PROMPT", prompt) for part in self.driver.first))
+
+    def go_on(self, prompt: str) -> str:
+        """The next message of that conversation, in a new process."""
+        return self.run(*(part.replace("PROMPT", prompt) for part in self.driver.again))
+
     def run(self, *arguments: str) -> str:
         """One process of the client, by ``ft launch``; what it printed. Fails unless it ends with exit code 0."""
-        launch = [sys.executable, "-P", "-m", "launchers.cli", "launch", self.name, "--url", self.server.url]
         done = subprocess.run(
-            [*launch, "--", *arguments],
+            self._command(arguments),
             cwd=self.project,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
@@ -42,16 +59,74 @@ class Client:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\nThe server's log:\n{log}"
         return done.stdout
 
+    def interrupt(self, prompt: str) -> float:
+        """A new conversation, interrupted as a terminal does it when the answer has begun; the seconds until the server
+        had given it up."""
+        arguments = [part.replace("PROMPT", prompt) for part in self.driver.first]
+        with subprocess.Popen(
+            self._command(arguments),
+            cwd=self.project,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as child:
+            try:
+                self._wait_for_answer()
+                os.killpg(child.pid, signal.SIGINT)
+                start = time.monotonic()
+                while self._generating():
+                    assert time.monotonic() - start < ABORT_SECONDS, "the server goes on with what nobody waits for"
+                    time.sleep(POLL_SECONDS)
+                seconds = time.monotonic() - start
+                child.wait(RUN_SECONDS)
+            finally:
+                child.kill()
+        return seconds
+
+    def requests(self) -> list[dict[str, Any]]:
+        """All requests of all its sessions, in order."""
+        found = []
+        for session in self.server.get("/v1/sessions")["data"]:
+            detail = self.server.get(f"/v1/sessions/{session['id']}")
+            found += [{**request, "session": session["id"]} for request in detail["requests"]]
+        return sorted(found, key=lambda request: float(request["time"]))
+
     def file(self, name: str) -> str:
         return (self.project / name).read_text(encoding="utf-8")
 
+    def version(self) -> str:
+        """As its package says."""
+        package = self.driver.harness.package
+        if package.registry == "npm":
+            text = (E2E / self.driver.folders[0]).parent / package.name / "package.json"
+            return str(json.loads(text.read_text(encoding="utf-8"))["version"])
+        python = E2E / self.driver.folders[0] / "python"
+        ask = f"from importlib.metadata import version; print(version({package.name!r}))"
+        return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+
+    def _wait_for_answer(self) -> None:
+        """Until more of it was said than a title has words."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while self.server.get("/v1/stats")["engine"].get("decoded_tokens", 0) < ANSWER_TOKENS:
+            assert time.monotonic() < deadline, "the client asked for nothing"
+            time.sleep(POLL_SECONDS)
+
+    def _generating(self) -> int:
+        return int(self.server.get("/v1/stats")["server"]["open_generations"])
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        launch = [sys.executable, "-P", "-m", "launchers.cli", "launch", self.driver.name, "--url", self.server.url]
+        return [*launch, "--", *arguments]
+
     def _environment(self) -> dict[str, str]:
         return {
-            "PATH": os.pathsep.join((str(CLIENTS), os.environ["PATH"])),
+            "PATH": os.pathsep.join((*(str(E2E / folder) for folder in self.driver.folders), os.environ["PATH"])),
             "HOME": str(self.home),
             "LANG": "C.UTF-8",
             "TERM": "dumb",
-            "IS_SANDBOX": "1",
             "HTTP_PROXY": CLOSED,
             "HTTPS_PROXY": CLOSED,
+            **self.driver.environment,
         }

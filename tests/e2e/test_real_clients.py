@@ -7,27 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.checks import PAGE, check_counters, check_work
 from tests.e2e.client import Client
+from tests.e2e.scorecard import Scorecard
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
-PAGE = 64
-GREET = """import sys
-
-
-def greet(name: str) -> str:
-    return f"Hello, {name}!"
-
-
-if __name__ == "__main__":
-    print(greet(sys.argv[1]))
-"""
-TEST = """from greet import greet
-
-
-def test_greet():
-    assert greet("you") == "Hello, you!"
-"""
 KINDS = [*["main"] * 8, "compaction", "main"]
 """Requests in order: a tool loop of six, a second user turn of two, the compaction, and the turn after it."""
 LOOP_STEPS = (1, 2, 3, 4, 5, 7)
@@ -35,50 +20,37 @@ LOOP_STEPS = (1, 2, 3, 4, 5, 7)
 RESTARTED = 6
 """The first request to a new server, the second user turn."""
 
-Start = Callable[[str], Client]
+SCENARIO = "tool loop, restart, resume, compaction"
+
+Start = Callable[..., Client]
 
 
-def test_claude_code(client: Start) -> None:
-    claude = client("claude")
-    skip = "--dangerously-skip-permissions"
-    assert "The greeting tool works." in claude.run("-p", "Build a greeting tool", skip)
-    check_counters(claude)
-    claude.server.restart()
-    assert "The test is in test_greet.py." in claude.run("-c", "-p", "Add a test", skip)
-    claude.run("-c", "-p", "/compact", skip)
-    assert "Nothing is left to do." in claude.run("-c", "-p", "What is left", skip)
-    check_files(claude)
-    check_reuse(claude)
+def test_claude_code(client: Start, card: Scorecard) -> None:
+    claude = client("claude", lines="claude.jsonl")
+    with card.run(claude, SCENARIO):
+        assert "The greeting tool works." in claude.start("Build a greeting tool")
+        check_counters(claude)
+        claude.server.restart()
+        assert "The test is in test_greet.py." in claude.go_on("Add a test")
+        claude.run(*claude.driver.compact)
+        assert "Nothing is left to do." in claude.go_on("What is left")
+        check_work(claude)
+        check_reuse(claude)
 
 
-def test_codex(client: Start) -> None:
-    codex = client("codex")
-    flags = ("--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
+def test_codex(client: Start, card: Scorecard) -> None:
+    codex = client("codex", lines="codex.jsonl")
     compact_now = ("-c", "model_auto_compact_token_limit=1000")
-    assert "The greeting tool works." in codex.run("exec", *flags, "Build a greeting tool")
-    check_counters(codex)
-    codex.server.wait_until_stored()
-    codex.server.restart(kill=True)
-    assert "The test is in test_greet.py." in codex.run("exec", "resume", "--last", *flags, "Add a test")
-    last = codex.run("exec", "resume", "--last", *flags, *compact_now, "What is left")
-    assert "Nothing is left to do." in last
-    check_files(codex)
-    check_reuse(codex)
-
-
-def check_files(client: Client) -> None:
-    """Written, edited, and the long output kept."""
-    assert client.file("greet.py") == GREET
-    assert client.file("test_greet.py") == TEST
-    assert client.file("greetings.txt").splitlines() == [f"Hello, reader-{n}!" for n in range(1, 401)]
-
-
-def check_counters(client: Client) -> None:
-    """Those that must be 0 whatever happens."""
-    stats = client.server.get("/v1/stats")
-    assert stats["server"]["script_misses"] == 0
-    assert stats["sessions"]["misses_without_cause"] == 0
-    assert stats["engine"]["restored_unused"] == 0
+    with card.run(codex, SCENARIO):
+        assert "The greeting tool works." in codex.start("Build a greeting tool")
+        check_counters(codex)
+        codex.server.wait_until_stored()
+        codex.server.restart(kill=True)
+        assert "The test is in test_greet.py." in codex.go_on("Add a test")
+        last = codex.run(*codex.driver.again[:-1], *compact_now, "What is left")
+        assert "Nothing is left to do." in last
+        check_work(codex)
+        check_reuse(codex)
 
 
 def check_reuse(client: Client) -> None:

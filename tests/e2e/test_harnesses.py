@@ -1,0 +1,101 @@
+"""Every harness, as it is, through what a day with it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.checks import check_counters, check_reuse, check_work
+from tests.e2e.client import Client
+from tests.e2e.drivers import DRIVERS
+from tests.e2e.scorecard import Scorecard
+from tests.e2e.story import (
+    ADD,
+    ADDED,
+    ANSWERED,
+    ASK,
+    BREAK,
+    BUILD,
+    BUILT,
+    DELEGATE,
+    DELEGATED,
+    LONG,
+    MENDED,
+    TEST,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(480)]
+
+Start = Callable[..., Client]
+CORE = ("claude", "codex")
+"""Their long session is in test_real_clients.py."""
+OTHERS = [name for name in DRIVERS if name not in CORE]
+INTERRUPTED = [driver.name for driver in DRIVERS.values() if driver.interrupts]
+WITH_TOOLS = [name for name in DRIVERS if name != "aider"]
+WITH_AGENTS = [driver.name for driver in DRIVERS.values() if driver.agent]
+SMALL = {driver.name: driver.small_context for driver in DRIVERS.values() if driver.small_context}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_session_over_a_restart(name: str, client: Start, card: Scorecard) -> None:
+    """A tool loop, a new server, and a second message in a new process of the client."""
+    one = client(name)
+    with card.run(one, "tool loop, restart, resume"):
+        assert BUILT in one.start(BUILD)
+        check_counters(one)
+        one.server.wait_until_stored()
+        one.server.restart(kill=True)
+        assert ADDED in one.go_on(ADD)
+        check_work(one)
+        requests = check_reuse(one)
+        after = next(request for request in requests if request["number"] and not request["device"] and request["disk"])
+        assert after["disk"] > 0
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_interrupt(name: str, client: Start, card: Scorecard) -> None:
+    one = client(name)
+    with card.run(one, "interrupt"):
+        assert one.interrupt(LONG) < 5.0
+        assert ADDED in one.go_on(ADD)
+        assert one.file("test_greet.py") == TEST
+        check_reuse(one)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_malformed_calls(name: str, client: Start, card: Scorecard) -> None:
+    one = client(name)
+    with card.run(one, "malformed calls"):
+        assert MENDED in one.start(BREAK)
+        assert one.file("test_greet.py") == TEST
+        check_reuse(one)
+
+
+@pytest.mark.parametrize("name", WITH_AGENTS)
+def test_subagent(name: str, client: Start, card: Scorecard) -> None:
+    one = client(name)
+    with card.run(one, "sub-agent"):
+        assert DELEGATED in one.start(DELEGATE)
+        requests = check_reuse(one)
+        assert len(branches(requests)) > 1, requests
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_compaction(name: str, client: Start, card: Scorecard) -> None:
+    """In a context so small that the client has to shorten the conversation."""
+    one = client(name, flags=("--context-length", str(SMALL[name])))
+    with card.run(one, "compaction"):
+        assert BUILT in one.start(BUILD)
+        assert ADDED in one.go_on(ADD)
+        assert ANSWERED in one.go_on(ASK)
+        check_work(one)
+        requests = check_reuse(one)
+        kinds = [request["kind"] for request in requests]
+        assert "compaction" in kinds, requests
+        assert requests[-1]["prompt"] < max(request["prompt"] for request in requests)
+
+
+def branches(requests: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(request["session"], request["branch"]) for request in requests if request["kind"] != "side"}
