@@ -57,28 +57,28 @@ $(VENV)/python:
 	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
 	@command -v $(CXX) >/dev/null || { echo "A C++17 compiler is needed (Debian, Ubuntu: apt install g++)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@touch $@
 
 $(VENV)/torch: $(VENV)/python
 	@command -v nvidia-smi >/dev/null || { echo "Installing $(TORCH_CPU) for the CPU"; $(PIP) "$(TORCH_CPU)"; }
-	touch $@
+	@touch $@
 
 $(VENV)/installed-demo: $(VENV)/torch $(BUILD_INPUTS)
-	@echo "Building and installing"
-	$(PIP) --editable ".[demo]"
-	touch $@
+	@echo "Building and installing (a few minutes)"
+	@$(PIP) --editable ".[demo]"
+	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/torch $(BUILD_INPUTS)
-	@echo "Building and installing, with development tools"
-	$(PIP) --editable ".[dev]"
-	touch $@ $(VENV)/installed-demo
+	@echo "Building and installing, with development tools (a few minutes)"
+	@$(PIP) --editable ".[dev]"
+	@touch $@ $(VENV)/installed-demo
 
 $(CLIENTS)/installed: tests/e2e/package.json
 	@command -v npm >/dev/null || { echo "npm is needed to install the clients (Debian, Ubuntu: apt install npm)"; exit 1; }
 	mkdir -p $(CLIENTS)
 	cp tests/e2e/package.json $(CLIENTS)/package.json
 	cd $(CLIENTS) && npm install --no-package-lock --no-audit --no-fund --loglevel error
-	touch $@
+	@touch $@
 
 # openclaw refuses to be installed under an older Node than 24; the Python clients have requirements that ours exclude.
 $(CLIENTS)/installed-more: tests/e2e/clients/more.json tests/e2e/clients/node24.json $(CLIENTS)/installed

@@ -188,8 +188,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="ft bench", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("decode", "prefill"))
-    parser.add_argument("--model", type=Path, help="a checkpoint directory to time instead of a random stack")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the random stack")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint to time instead of a random stack")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the random stack (default: %(default)s)"
+    )
     parser.add_argument(
         "--layers", type=int, default=4, help="layers of the random stack, 1.7 GB of memory each (default 4)"
     )
@@ -197,9 +199,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=1, help="sequences decoded at once (default 1)")
     parser.add_argument("--context", type=int, default=1024, help="tokens already in the context (default 1024)")
     parser.add_argument("--repeats", type=int, default=0, help="steps to time (default: 40 decode, 4 prefill)")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the weights (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="default: one per physical core")
-    parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or scalar")
+    parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or scalar (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     options.repeats = options.repeats or (40 if options.what == "decode" else 4)

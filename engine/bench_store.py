@@ -42,6 +42,10 @@ PAGE_COMPONENTS = (PAGE * 2 * 256 * 2,) * 20
 """Bytes of a page of Qwen3.6-35B-A3B: keys and values of 10 layers, 2 heads of 256 in bfloat16; 1.3 MB."""
 READ = 1 << 20
 STEPS = 128
+EXAMPLES = """examples:
+  ft bench store
+  ft bench store --directory /mnt/fast --megabytes 1024
+  ft bench store --tokens 20000 --megabytes 32 --pairs 4 --rounds 3    short, and less certain"""
 MAX_LOOK_UP, MIN_RESTORE, MAX_DECODE, MAX_WRITTEN = 3.0, 0.8, 0.01, 1.3
 
 
@@ -223,13 +227,25 @@ def resident() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 when a goal is missed."""
-    parser = argparse.ArgumentParser(prog="ft bench store", description="What the store costs and gives here.")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)")
-    parser.add_argument("--tokens", type=int, default=100_000, help="of the prompt that is looked up")
-    parser.add_argument("--megabytes", type=int, default=256, help="to restore")
-    parser.add_argument("--pairs", type=int, default=30, help="of decoding without and with a store")
-    parser.add_argument("--rounds", type=int, default=9, help="of turns that are restored")
-    parser.add_argument("--json", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="ft bench store",
+        description="What the store costs and gives here. Ends with 1 when a goal is missed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: the temporary folder)"
+    )
+    for name, metavar, default, least, text in (
+        ("--tokens", "TOKENS", 100_000, 64, "of the prompt that is looked up"),
+        ("--megabytes", "MB", 256, 1, "to restore, in memory and on disk"),
+        ("--pairs", "N", 30, 2, "of decoding without and with a store"),
+        ("--rounds", "N", 9, 2, "of turns that are restored"),
+    ):
+        parser.add_argument(
+            name, type=_at_least(least), default=default, metavar=metavar, help=f"{text} (default: {default})"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     with TemporaryDirectory(prefix="ft-bench-store-", dir=options.directory) as scratch:
         root = Path(scratch)
@@ -256,6 +272,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(found, rows(turns), goals)
     return 0 if all(goals.values()) else 1
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return value
+
+    return number
 
 
 def _number(value: object) -> float:

@@ -287,21 +287,41 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+EXAMPLES = """examples:
+  ft checkpoint tiny qwen3_5_moe /tmp/tiny
+  ft checkpoint tiny qwen3_moe /tmp/tiny --tokenizer qwen --dtype bfloat16"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ft checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    tiny = kinds.add_parser("tiny", help="write a tiny random checkpoint")
-    tiny.add_argument("arch", choices=tuple(CONFIGS))
-    tiny.add_argument("out", type=Path)
-    tiny.add_argument("--tokenizer", default="bytes", help="bytes, qwen (248k), or a directory (default: bytes)")
-    tiny.add_argument("--layers", type=int, default=4)
-    tiny.add_argument("--hidden", type=int, default=64)
-    tiny.add_argument("--context", type=int, default=8192)
-    tiny.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    tiny.add_argument("--seed", type=int, default=0)
-    tiny.add_argument("--layout", choices=("fused", "per-expert"), default="fused")
+    tiny = kinds.add_parser(
+        "tiny",
+        help="write a tiny random checkpoint",
+        description="Write a tiny checkpoint with random weights, and print its folder.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tiny.add_argument("arch", choices=tuple(CONFIGS), help="architecture")
+    tiny.add_argument("out", type=Path, metavar="DIR", help="new or empty folder")
+    tiny.add_argument(
+        "--tokenizer", default="bytes", metavar="NAME", help="bytes, qwen (248k tokens), or a folder (default: bytes)"
+    )
+    for name, default, text in (
+        ("--layers", 4, "how many"),
+        ("--hidden", 64, "width"),
+        ("--context", 8192, "longest conversation, in tokens"),
+        ("--seed", 0, "of the weights"),
+    ):
+        tiny.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    tiny.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: %(default)s)"
+    )
+    tiny.add_argument(
+        "--layout", choices=("fused", "per-expert"), default="fused", help="of the experts (default: %(default)s)"
+    )
     tiny.add_argument("--tied", action="store_true", help="tie the output matrix to the embedding")
     options = vars(parser.parse_args(arguments))
     options.pop("kind")

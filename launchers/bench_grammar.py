@@ -21,7 +21,7 @@ import numpy as np
 from engine.api import Sampling
 from engine.grammar import Grammars, Guide, Vocabulary
 from parsers.conversation import Tool
-from parsers.families.registry import FORMATS
+from parsers.families.registry import FORMATS, find
 from parsers.format import Format
 from parsers.grammar import Demand, Tokens, constraint
 
@@ -124,15 +124,36 @@ def _masks(guide: Guide, steps: int) -> Iterator[float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="ft bench grammar", description=__doc__)
-    parser.add_argument("--tools", type=int, default=20, metavar="N")
-    parser.add_argument("--parameters", type=int, default=6, metavar="N", help="of each tool")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="tokens of an answer")
-    parser.add_argument("--family", help="only this one")
-    parser.add_argument("--json", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="ft bench grammar",
+        description=f"{__doc__}\n\nThe vocabulary is that of the package mistral-common.",
+        epilog="examples:\n  ft bench grammar\n  ft bench grammar --family qwen3_xml --family kimi_k2 --tools 100",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default, text in (
+        ("--tools", 20, "strict tools of the request"),
+        ("--parameters", 6, "of each tool"),
+        ("--steps", 200, "tokens of an answer"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="only this one; may be repeated (default: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON; seconds")
     options = parser.parse_args(arguments)
-    words = mistral_vocabulary()
-    formats = [known for known in FORMATS if options.family in (None, known.name)]
+    for name in ("tools", "parameters", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    formats = []
+    for name in options.family or [known.name for known in FORMATS]:
+        known = find(name)
+        if known is None:
+            parser.error(f"there is no family {name!r}; see: ft families")
+        formats.append(known)
+    try:
+        words = mistral_vocabulary()
+    except FileNotFoundError as error:
+        parser.error(f"{error}: pip install mistral-common")
     rows = list(measure(words, formats, tools(options.tools, options.parameters), options.steps))
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))

@@ -259,13 +259,15 @@ def main(arguments: Sequence[str]) -> int:
         epilog="example:\n  ft bench parsers --family qwen3_xml --family kimi_k2 --model ~/models/Qwen3.6-35B-A3B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--family", action="append", metavar="NAME", help="parse only its calls; may be repeated")
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="parse only its calls; may be repeated (default: all)"
+    )
     parser.add_argument(
         "--model",
         action="append",
         type=Path,
         metavar="DIR",
-        help="checkpoint for prompts; may be repeated (two tiny ones)",
+        help="checkpoint for prompts; may be repeated (default: two tiny ones)",
     )
     parser.add_argument("--size", type=int, default=60_000, metavar="BYTES", help="of a call (default: %(default)s)")
     parser.add_argument(

@@ -13,11 +13,13 @@ from parsers.conversation import ToolCall
 from parsers.families.registry import ALIASES, FORMATS
 from parsers.format import Format
 from parsers.guard import Guard
-from parsers.load import FamilyError, compare
+from parsers.load import ADVICE, FamilyError, compare
 from parsers.probe import Probe
 from parsers.write import assistant_text
 
 COLUMNS = ("family", "models", "reasoning", "call", "tool output", "call ids", "efforts", "survives a new user turn")
+WIRE = ("reasoning", "call", "tool output")
+WIDE = 160
 _SUFFIX = ":…"
 _IDS = {"any": "any", "numbered": "functions.NAME:N", "nine": "nine letters and digits"}
 
@@ -103,11 +105,16 @@ def _code(text: str) -> str:
 
 
 def show() -> int:
-    table = Table(*COLUMNS[:-1], box=None, padding=(0, 2, 0, 0))
-    for row in rows({}):
-        table.add_row(*row.cells[:-1])
+    """Without the wire texts where the terminal is too narrow for them."""
     console = Console(highlight=False, markup=False)
+    wide = console.width >= WIDE
+    shown = [number for number, name in enumerate(COLUMNS[:-1]) if wide or name not in WIRE]
+    table = Table(*(COLUMNS[number] for number in shown), box=None, padding=(0, 2, 0, 0))
+    for row in rows({}):
+        table.add_row(*(row.cells[number] for number in shown))
     console.print(table)
+    if not wide:
+        console.print(f"What each writes: ft families --markdown, or a terminal of {WIDE} columns.")
     console.print("What survives a new user turn is the template's doing: ft families check DIR")
     return 0
 
@@ -115,10 +122,13 @@ def show() -> int:
 def check(directory: Path) -> int:
     """1 when no family fits."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    errors = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
     try:
+        if not directory.is_dir():
+            raise FamilyError(f"there is no folder {directory}: name one that holds a checkpoint")
         comparison = compare(directory)
     except FamilyError as error:
-        console.print(f"error: {error}")
+        errors.print(f"error: {error}")
         return 1
     for fit in comparison.fits:
         best = fit is comparison.best
@@ -126,6 +136,7 @@ def check(directory: Path) -> int:
     for line in comparison.lines():
         console.print(f"does not fit: {line}")
     if not comparison.fits:
+        errors.print(f"error: no family fits {directory}: {ADVICE}")
         return 1
     probe = comparison.best.probe
     console.print(f"survives a new user turn: {survives(probe)}")

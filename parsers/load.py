@@ -26,6 +26,7 @@ from parsers.write import ThinkingState, assistant_text
 __all__ = ["Family", "FamilyError", "Probe", "Prompt", "RenderError", "Span", "SpanKind", "StreamParser", "load_family"]
 
 
+ADVICE = "use another template or checkpoint, or give its tokenizer a response_template"
 _NO_TOLERANCES = Tolerances(spelled_opener=False, bare_head=False, call_in_thinking=False)
 
 
@@ -139,7 +140,7 @@ def load_family(directory: Path, family: str | None = None) -> Family:
         return Family(comparison.best.renderer, tokenizer, comparison.best.probe)
     except Mismatch as mismatch:
         raise FamilyError(
-            f"the chat template of {directory} fits no known family; use another template or another checkpoint\n  "
+            f"the chat template of {directory} fits {f'not {family}' if family else 'no known family'}: {ADVICE}\n  "
             f"{mismatch}"
         ) from mismatch
 

@@ -69,10 +69,13 @@ def test_a_checkpoint_is_told_its_family(tmp_path: Path, capsys: pytest.CaptureF
     assert "does not fit: " in said and "kimi_k2" in said
     template.write_text("{{ messages[0].content }}")
     assert main(["families", "check", str(tmp_path)]) == 1
-    assert "is taken" not in capsys.readouterr().out
+    said, problem = capsys.readouterr()
+    assert "is taken" not in said and "no family fits" in problem
     template.unlink()
     assert main(["families", "check", str(tmp_path)]) == 1
-    assert "error: " in capsys.readouterr().out
+    assert "error: " in capsys.readouterr().err
+    assert main(["families", "check", str(tmp_path / "absent")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +83,7 @@ def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypat
     assert main(["families"]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 200 and "[TOOL_CALLS]" in said
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["families"]) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said and "mistral_v3 " in said  # nothing is cut off
