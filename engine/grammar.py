@@ -160,28 +160,33 @@ class Guide:
 
     def _behind(self, matcher: Any, token: int) -> Mask:
         if not matcher.consume_token(token):
-            raise GrammarError(f"the grammar cannot go on behind token {token}: {matcher.get_error()}")
+            raise GrammarError(f"the grammar cannot go on behind token {token}: {_plain(matcher.get_error())}")
         return self._allowed(matcher)
 
     def _allowed(self, matcher: Any) -> Mask:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed: {matcher.get_error()}")
+            raise GrammarError(f"the grammar cannot be followed: {_plain(matcher.get_error())}")
         allowed = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
         if matcher.is_accepting():
             allowed[self._stop_tokens] = True
         return allowed
 
 
+def _plain(error: str) -> str:
+    """A complaint in one line; what it means, where that is known."""
+    text = _COMPILER.sub("", error.split("\n", 1)[0])
+    return next((meaning for complaint, meaning in _PLAIN.items() if text.startswith(complaint)), text)[:500]
+
+
 def _reason(error: str, grammar: str) -> str:
     """The library's complaint in one line, and what the rules that it is about are for."""
     message = error.split("\n", 1)[0]
     place = _PLACE.match(message)
-    text = _COMPILER.sub("", message[place.end() :] if place else message)
-    text = next((meaning for complaint, meaning in _PLAIN.items() if text.startswith(complaint)), text)
+    text = _plain(message[place.end() :] if place else message)
     if text.endswith("regex parse error:"):
         text = next((line for line in error.splitlines() if line.startswith("error:")), text)
     lines = grammar.splitlines()[: int(place[1]) - 1 if place else None]
     notes = [line[2:] for line in lines if line.startswith("# ")]
     about = notes[-1] if notes and (place or len(notes) == 1) else "the grammar"
-    return f"{about} cannot be enforced: {text[:500]}"
+    return f"{about} cannot be enforced: {text}"

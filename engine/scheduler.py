@@ -28,7 +28,7 @@ from engine.api import (
     Stats,
     Tokens,
 )
-from engine.grammar import Grammars, Vocabulary
+from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.loading import Engine, OpenStore, load_engine
 from engine.memory.keys import common_tokens
 from engine.memory.restore import RestoreFailed
@@ -417,6 +417,9 @@ class Scheduler:
                 self._finish(sequence, "length" if sequence.limit == 0 else "stop")
                 return
             token, logprob = sequence.sampler.next(logits, position)
+        except GrammarError as error:
+            self._fail(sequence, str(error), "invalid")
+            return
         except Exception as error:  # noqa: BLE001 - it touched this sequence's sampler only; the others can go on
             _log.exception("request %s: sampling failed", request.id)
             self._fail(sequence, f"sampling failed: {error!r}", "internal")

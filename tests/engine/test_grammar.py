@@ -201,7 +201,18 @@ def test_a_complete_grammar_without_stop_tokens_fails_its_request_alone(bench: B
     bad = bench.submit(PROMPT, replace(DRAWN, constraint='start: "a"', stop_tokens=()))
     good = bench.submit(PROMPT, replace(DRAWN, constraint=WORDS))
     bench.run()
-    assert bench.outcomes[bad].failed is not None and bench.outcomes[bad].tokens == [ord("a")]
+    failed = bench.outcomes[bad].failed
+    assert failed is not None and failed.kind == "invalid" and bench.outcomes[bad].tokens == [ord("a")]
+    assert bench.outcomes[good].done is not None
+
+
+def test_where_a_grammar_leads_nowhere_its_request_fails_alone(bench: Bench) -> None:
+    """It is the client's grammar that is at fault, and no one else's answer."""
+    bad = bench.submit(PROMPT, replace(DRAWN, constraint='start: "ab" B\nB: /[^\\s\\S]/'))
+    good = bench.submit(PROMPT, replace(DRAWN, constraint=WORDS))
+    bench.run()
+    failed = bench.outcomes[bad].failed
+    assert failed is not None and failed.kind == "invalid" and failed.message.endswith("it allows nothing")
     assert bench.outcomes[good].done is not None
 
 
