@@ -107,7 +107,8 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             settings=_server_settings(settings, model),
             script=script,
         )
-        api = _Api(FrontConfig(create_app(state), Patience(connections=_connections()), tls))
+        patience = Patience(connections=_connections())
+        api = _Api(FrontConfig(create_app(state), patience, tls, ws_max_size=settings.max_body))
         watching = asyncio.create_task(keys.watch(settings.api_key_file, settings.api_keys, state.keys), name="keys")
         stack.callback(watching.cancel)
         await _supervise(settings, worker_command, display, claim, model, client, api)

@@ -16,20 +16,18 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors, metrics, openapi, upkeep
+from server import control, endpoint, errors, metrics, openapi, upkeep, websocket
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
-from server.protocols import chat
+from server.protocols import chat, responses
 from server.protocols.anthropic import ANTHROPIC
 from server.protocols.base import WireProtocol
 from server.protocols.chat_events import logprob_format
-from server.protocols.responses import RESPONSES
 from server.state import ServerState
 
 _log = logging.getLogger(__name__)
 _HTTP_KINDS: dict[int, errors.ErrorKind] = {404: "not_found", 405: "method"}
-_NO_WEBSOCKET = "this server speaks the Responses protocol over HTTP; POST /v1/responses"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -46,6 +44,9 @@ def create_app(state: ServerState) -> Starlette:
 
     async def count_tokens(request: Request) -> Response:
         return await endpoint.count(request, state)
+
+    async def socket(connection: WebSocket) -> None:
+        await websocket.talk(connection, state, state.history)
 
     async def models(request: Request) -> Response:
         return Json(control.models(state, started))
@@ -112,9 +113,9 @@ def create_app(state: ServerState) -> Starlette:
         routes=[
             Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-            Route("/v1/responses", _refuse_upgrade, methods=["GET"]),
-            Route("/v1/responses", generation(RESPONSES), methods=["POST"]),
-            WebSocketRoute("/v1/responses", _deny_websocket),
+            Route("/v1/responses", _no_upgrade, methods=["GET"]),
+            Route("/v1/responses", generation(responses.reader(state.history)), methods=["POST"]),
+            WebSocketRoute("/v1/responses", socket),
             Route("/v1/chat/completions", generation(chat.reader(logprob_format(decode))), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
@@ -139,15 +140,8 @@ def create_app(state: ServerState) -> Starlette:
     return app
 
 
-async def _refuse_upgrade(request: Request) -> Response:
-    """Codex asks for a WebSocket first, and takes 426 for an answer."""
-    if request.headers.get("upgrade", "").lower() == "websocket":
-        raise ApiError("upgrade", _NO_WEBSOCKET)
-    raise ApiError("method", "GET /v1/responses does not exist: responses are not stored")
-
-
-async def _deny_websocket(websocket: WebSocket) -> None:
-    await websocket.send_denial_response(errors.response(ApiError("upgrade", _NO_WEBSOCKET), "openai"))
+async def _no_upgrade(request: Request) -> Response:
+    raise ApiError("upgrade", "GET /v1/responses is for WebSockets; POST a request, or GET /v1/responses/ID")
 
 
 def _error_response(request: Request, error: Exception) -> Response:

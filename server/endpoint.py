@@ -13,10 +13,10 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from server import errors, generate
+from server import errors, generate, prefill
 from server.dump import Json
 from server.errors import ApiError
-from server.generate import Generation
+from server.generate import Answering
 from server.protocols import anthropic
 from server.protocols.base import Inbound, WireProtocol
 from server.settings import ServerSettings
@@ -43,7 +43,7 @@ async def answer(request: Request, state: ServerState, protocol: WireProtocol) -
 async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response:
     with ExitStack() as place:
         place.callback(await state.limits.enter(caller))
-        generation = await generate.start(state, inbound.meta, inbound.conversation, inbound.options)
+        generation = await begin(state, inbound)
         request_headers = errors.request_id_headers(errors.new_request_id())
         if inbound.stream:
             headers = {**request_headers, **generation.headers}
@@ -57,7 +57,13 @@ async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response
         return Json(body, headers=headers)
 
 
-async def _whole(generation: Generation, inbound: Inbound) -> dict[str, Any]:
+async def begin(state: ServerState, inbound: Inbound) -> Answering:
+    """Raises ApiError. The caller must ``close`` what it gets."""
+    start = generate.start if inbound.answered else prefill.start
+    return await start(state, inbound.meta, inbound.conversation, inbound.options)
+
+
+async def _whole(generation: Answering, inbound: Inbound) -> dict[str, Any]:
     async for events in generation:
         for event in events:
             inbound.writer.write(event)

@@ -15,6 +15,7 @@ from server.dump import Json
 Shape = Literal["anthropic", "openai"]
 ErrorKind = Literal[
     "invalid",
+    "previous",
     "context",
     "unauthorized",
     "forbidden",
@@ -43,6 +44,7 @@ class _Row:
 
 _ROWS: dict[ErrorKind, _Row] = {
     "invalid": _Row(400, "invalid_request_error", 400, "invalid_request_error"),
+    "previous": _Row(400, "invalid_request_error", 400, "invalid_request_error", "previous_response_not_found"),
     "context": _Row(400, "invalid_request_error", 400, "invalid_request_error", "context_length_exceeded"),
     "unauthorized": _Row(401, "authentication_error", 401, "invalid_request_error", "invalid_api_key"),
     "forbidden": _Row(403, "permission_error", 403, "invalid_request_error", "forbidden"),

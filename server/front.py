@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from server import errors
 from server.dump import dump
@@ -50,7 +53,7 @@ class FrontConfig(uvicorn.Config):
         super().__init__(
             app,
             http=Http,
-            ws="none",
+            ws=Socket,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -65,12 +68,54 @@ class FrontConfig(uvicorn.Config):
         self.patience = patience
 
 
+class _Reading:
+    """Lets go of a client that reads nothing of what waits for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end: asyncio.TimerHandle | None = None
+
+    def expect(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        if self._end is None:
+            self._end = loop.call_later(self._seconds, transport.abort)
+
+    def seen(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+
+
+class Socket(WebSocketsSansIOProtocol):
+    def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
+        super().__init__(config, *rest, **named)
+        patience = config.patience if isinstance(config, FrontConfig) else Patience()
+        self._reading = _Reading(patience.send_seconds)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """A refusal ends the handshake, too; uvicorn would call it an error of the application."""
+        await super().send(message)
+        self.handshake_complete = self.handshake_complete or self.close_sent
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reading.seen()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.expect(self.loop, self.transport)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading.seen()
+
+
 class Http(H11Protocol):
     def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
         super().__init__(config, *rest, **named)
         self._patience = config.patience if isinstance(config, FrontConfig) else Patience()
         self._head: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
+        self._reading = _Reading(self._patience.send_seconds)
+        self._upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -86,21 +131,20 @@ class Http(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
+        if self._upgraded:
+            self._stop_waiting()
+        elif self.cycle is None or self.cycle.response_complete:
             self._wait_for_head()
         else:
             self._stop_waiting()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._reading is None:
-            self._reading = self.loop.call_later(self._patience.send_seconds, self.transport.abort)
+        self._reading.expect(self.loop, self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        self._reading.seen()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. An answer that has
@@ -113,6 +157,11 @@ class Http(H11Protocol):
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """The connection is another protocol's from here on, which closes it itself."""
+        self._upgraded = True
+        super().handle_websocket_upgrade(event)
+
     def _wait_for_head(self) -> None:
         if self._head is None:
             self._head = self.loop.call_later(self._patience.head_seconds, self.timeout_keep_alive_handler)
@@ -121,6 +170,3 @@ class Http(H11Protocol):
         if self._head is not None:
             self._head.cancel()
             self._head = None
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Upgrades are answered by the application, as a client's normal question; they are nothing to warn about."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 from uuid import uuid4
 
 from anyio import to_thread
@@ -25,7 +25,7 @@ from server.errors import ApiError
 from server.script import position
 from server.settings import ServerSettings
 from server.state import ServerState
-from sessions.tracker import RequestMeta, ReuseReport, Visit
+from sessions.tracker import AnchorPoint, RequestMeta, ReuseReport, Visit
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +84,29 @@ class Finished:
     reason: Reason
     stop_string: str
     usage: Usage
+    session: str = ""
 
 
 GenerationEvent = BlockEvent | Progress | Finished
+
+
+class Answering(Protocol):
+    """What is being made for a request: see ``Generation``."""
+
+    usage: Usage
+
+    @property
+    def report(self) -> ReuseReport | None: ...
+
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def headers(self) -> dict[str, str]: ...
+
+    def __aiter__(self) -> AsyncIterator[list[GenerationEvent]]: ...
+
+    async def close(self) -> None: ...
 
 
 async def start(state: ServerState, meta: RequestMeta, conversation: Conversation, options: Options) -> Generation:
@@ -119,16 +139,13 @@ async def _start(
         id=uuid4().hex,
         tokens=prompt.ids,
         sampling=replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint),
-        anchors=tuple(Anchor(a.position, a.kind, a.priority, a.pinned) for a in visit.anchors(prompt)),
+        anchors=engine_anchors(visit.anchors(prompt)),
         watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in visit.watches()),
         session=visit.session_id,
         namespace=meta.namespace,
         side=visit.side,
     )
-    try:
-        stream = state.engine.submit(request)
-    except EngineError as error:
-        raise _from_engine(error, len(prompt.ids)) from error
+    stream = submit(state, request)
     parser = state.family.parser(prompt, tools, exact=constraint is not None)
     generation = Generation(state, visit, prompt, stream, options, tools, request.anchors, parser)
     try:
@@ -137,6 +154,18 @@ async def _start(
         await generation.close()
         raise
     return generation
+
+
+def submit(state: ServerState, request: Request) -> EngineStream:
+    """Raises ApiError."""
+    try:
+        return state.engine.submit(request)
+    except EngineError as error:
+        raise _from_engine(error, len(request.tokens)) from error
+
+
+def engine_anchors(points: Iterable[AnchorPoint]) -> tuple[Anchor, ...]:
+    return tuple(Anchor(point.position, point.kind, point.priority, point.pinned) for point in points)
 
 
 async def worker(state: ServerState) -> ModelInfo:
@@ -312,7 +341,7 @@ class Generation:
         self._checkpoints = done.checkpoints
         self._account(done.reuse)
         self._record(complete=done.reason == "stop")
-        finished = Finished(self._reason(done), assembler.stop_string, self.usage)
+        finished = Finished(self._reason(done), assembler.stop_string, self.usage, self.session_id)
         _log.info(
             "session=%s kind=%s prompt=%d %s output=%d end=%s",
             self.session_id,

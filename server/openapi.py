@@ -44,7 +44,7 @@ _ACTION = {"action": {"type": "string", "enum": ["verify", "gc", "forget"]}}
 _OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("post", "/v1/messages"): _Operation("Anthropic Messages", MessagesRequest, answers=(_JSON, _STREAM)),
     ("post", "/v1/messages/count_tokens"): _Operation("Tokens of a request, without an answer", CountRequest),
-    ("get", "/v1/responses"): _Operation("Declined: responses are not stored, and WebSockets not spoken", status=405),
+    ("get", "/v1/responses"): _Operation("Upgraded to a WebSocket that speaks OpenAI Responses", status=426),
     ("post", "/v1/responses"): _Operation("OpenAI Responses", ResponsesRequest, answers=(_JSON, _STREAM)),
     ("post", "/v1/chat/completions"): _Operation("OpenAI Chat Completions", ChatRequest, answers=(_JSON, _STREAM)),
     ("get", "/v1/models"): _Operation("The names of the model, its context and longest answer"),

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.dump import dump
 from server.errors import INTERNAL_MESSAGE, ApiError
-from server.generate import Generation
+from server.generate import Answering
 from server.protocols.base import Sse, Writer
 from server.state import ServerState
 
@@ -28,7 +28,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         state: ServerState,
-        generation: Generation,
+        generation: Answering,
         writer: Writer,
         headers: Mapping[str, str],
         ended: Callable[[], None],
@@ -53,22 +53,28 @@ class EventStream(EventSourceResponse):
             self._ended()
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        writer, generation = self._writer, self._generation
-        yield frames(writer.begin(generation.usage))
-        try:
-            async for events in generation:
-                yield frames(frame for event in events for frame in writer.write(event))
-        except ApiError as error:
-            self._state.counters.errors += 1
-            _log.warning("session=%s: stream ended with an error: %r", generation.session_id, error.message)
-            yield frames(writer.failed(error))
-        except Exception:  # noqa: BLE001 (the headers are out: a bug, too, must end the stream as the protocol says)
-            self._state.counters.errors += 1
-            _log.exception("session=%s: stream failed", generation.session_id)
-            yield frames(writer.failed(ApiError("internal", INTERNAL_MESSAGE)))
+        generation = self._generation
+        async for events in told(self._state, generation, self._writer):
+            yield frames(events)
         self._finished = True
         if generation.report is not None:
             yield f": x-ft-reuse {generation.report.header()}\n\n".encode()
+
+
+async def told(state: ServerState, generation: Answering, writer: Writer) -> AsyncIterator[list[Sse]]:
+    """All events of an answer, as they become due together, up to its end, whatever that is."""
+    yield writer.begin(generation.usage)
+    try:
+        async for events in generation:
+            yield [frame for event in events for frame in writer.write(event)]
+    except ApiError as error:
+        state.counters.errors += 1
+        _log.warning("session=%s: stream ended with an error: %r", generation.session_id, error.message)
+        yield writer.failed(error)
+    except Exception:  # noqa: BLE001 (the headers are out: a bug, too, must end the stream as the protocol says)
+        state.counters.errors += 1
+        _log.exception("session=%s: stream failed", generation.session_id)
+        yield writer.failed(ApiError("internal", INTERNAL_MESSAGE))
 
 
 def frames(events: Iterable[Sse]) -> bytes:

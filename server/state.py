@@ -9,6 +9,7 @@ from anyio import CapacityLimiter
 
 from engine.client import EngineClient
 from parsers.load import Family
+from server.history import Stored
 from server.idle import Idle
 from server.keys import KeyRing
 from server.limits import Limits
@@ -57,6 +58,7 @@ class ServerState:
     """Computes ahead in quiet moments."""
     keys: KeyRing = field(init=False)
     limits: Limits = field(init=False)
+    history: Stored = field(default_factory=Stored)
 
     def __post_init__(self) -> None:
         settings = self.settings

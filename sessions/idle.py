@@ -20,6 +20,7 @@ WORTHWHILE = 16
 """Tokens: less than this is not computed ahead."""
 
 _WORDS = Turn("user", (Text("-"),))
+_TOLD = Turn("system", (Text("+"),))
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,28 @@ def predict(family: Family, followup: Followup, priorities: Mapping[str, float] 
         tokens,
         (*(point for point in inner if point.position < end), last),
     )
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a prompt will begin with, whatever comes next."""
+
+    tokens: tuple[int, ...]
+    anchors: tuple[AnchorPoint, ...]
+
+
+def opening(family: Family, conversation: Conversation, thinking: bool, effort: Effort | None) -> Opening:
+    """What the user or the system may say next are two continuations; they have in common what all have. Renders two
+    whole prompts. Raises RenderError."""
+    turns = conversation.turns
+    spoken, told = (
+        family.render(replace(conversation, turns=(*turns, *more)), thinking=thinking, effort=effort)
+        for more in ((_WORDS,), (_TOLD, _WORDS))
+    )
+    end = common_prefix(pack(spoken.ids), pack(told.ids))
+    inner = anchor_points(end, [span for span in spoken.spans if span.end <= end], family.probe)
+    last = AnchorPoint(end, "head_end", PRIORITIES["head_end"], pinned=True)
+    return Opening(spoken.ids[:end], (*(point for point in inner if point.position < end), last))
 
 
 class IdleCounts:

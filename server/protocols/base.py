@@ -54,6 +54,8 @@ class Inbound:
     meta: RequestMeta
     stream: bool
     writer: Writer
+    answered: bool = True
+    """False: only what it begins with is to be computed."""
 
 
 @dataclass(frozen=True)

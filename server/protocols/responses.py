@@ -1,14 +1,15 @@
-"""OpenAI Responses over HTTP: requests in."""
+"""OpenAI Responses: requests in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
+from server.errors import ApiError
 from server.generate import Options
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid
 from server.protocols.demands import AnswerFormat, ToolChoice, demand
@@ -131,10 +132,52 @@ class ResponsesRequest(Wire):
     prompt_cache_key: str | None = None
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    generate: bool | None = None
 
 
-def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
+class History(Protocol):
+    """Responses that a request may continue; each namespace has its own."""
+
+    def find(self, namespace: str, id: str) -> list[Any] | None:
+        """The items that led to a response, and its own; None when it is not known."""
+        ...
+
+    def keep(self, namespace: str, session: str, response: dict[str, Any], items: list[Any]) -> None:
+        """``items`` led to a finished ``response``, which says itself whether it is to be stored."""
+        ...
+
+
+def reader(history: History) -> WireProtocol:
+    """The protocol; ``history`` has the responses that ``previous_response_id`` may name."""
+
+    def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
+        return _read(_continued(body, history, namespace), headers, namespace, history)
+
+    return WireProtocol("openai", read)
+
+
+def _continued(body: object, history: History, namespace: str) -> object:
+    """The request with all its input, where it names what came before. Raises ApiError."""
+    previous = body.get("previous_response_id") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(previous, str):
+        return body
+    before = history.find(namespace, previous)
+    if before is None:
+        message = f"Previous response with id {previous[:80]!r} not found: send the whole input without it."
+        raise ApiError("previous", message, param="previous_response_id")
+    new = _input(body.get("input", []))
+    return {**body, "input": [*before, *new]} if isinstance(new, list) else body
+
+
+def _read(body: object, headers: Mapping[str, str], namespace: str, history: History) -> Inbound:
     request = ResponsesRequest.model_validate(body)
+    items = _input(body.get("input")) if isinstance(body, dict) else []
+
+    def keep(response: dict[str, Any], session: str) -> None:
+        if isinstance(items, list):
+            history.keep(namespace, session, response, items)
+
     _refuse(request)
     effort = request.reasoning.effort if request.reasoning is not None else None
     tools, names = read_tools(request.tools or [])
@@ -165,14 +208,13 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
             json_schema=_wants_json(request.text),
         ),
         bool(request.stream),
-        ResponsesWriter(_echo(request, body), names),
+        ResponsesWriter(_echo(request, body), names, keep),
+        answered=request.generate is not False,
     )
 
 
 def _refuse(request: ResponsesRequest) -> None:
     """What would change the answer and cannot be honoured is refused, not ignored."""
-    if request.previous_response_id is not None:
-        raise invalid("previous_response_id: responses are not stored; send the whole input", "previous_response_id")
     if request.conversation is not None:
         raise invalid("conversation: conversations are not stored; send the whole input", "conversation")
     if request.background:
@@ -186,7 +228,7 @@ def _wants_json(text: _TextConfig | None) -> bool:
 
 
 def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
-    """What a response object repeats of its request. Nothing is ever stored, whatever was asked for."""
+    """What a response object repeats of its request. What is to be generated is stored, unless it is not to be."""
     raw = body if isinstance(body, dict) else {}
     return {
         "model": request.model,
@@ -194,10 +236,10 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": raw.get("reasoning"),
-        "store": False,
+        "store": request.store is not False and request.generate is not False,
         "temperature": request.temperature,
         "text": raw.get("text") or {"format": {"type": "text"}},
         "tool_choice": raw.get("tool_choice") or "auto",
@@ -210,7 +252,7 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
 def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
     """Items to turns: the items of one assistant turn, and of one round of outputs, follow each other."""
     turns = [Turn("system", (Text(request.instructions),))] if request.instructions else []
-    if not request.input:
+    if not request.input and request.generate is not False:
         raise invalid("input: at least one item is required", "input")
     for at, item in enumerate(request.input):
         role, blocks = _item(item, f"input.{at}")
@@ -220,7 +262,7 @@ def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
             turns[-1] = Turn(role, turns[-1].blocks + blocks)
         else:
             turns.append(Turn(role, blocks))
-    if not turns:
+    if not turns and request.generate is not False:
         raise invalid("input: at least one item must have content", "input")
     return tuple(turns)
 
@@ -256,4 +298,15 @@ def _texts(parts: list[_Part], where: str) -> list[str]:
     return out
 
 
-RESPONSES = WireProtocol("openai", read)
+class _Nothing:
+    """Knows no responses."""
+
+    def find(self, namespace: str, id: str) -> list[Any] | None:
+        return None
+
+    def keep(self, namespace: str, session: str, response: dict[str, Any], items: list[Any]) -> None:
+        pass
+
+
+read = reader(_Nothing()).read
+"""For requests that bring all their input."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -13,13 +13,15 @@ from server.generate import Finished, GenerationEvent, Progress, Usage
 from server.protocols.base import Sse
 from server.protocols.responses_tools import ToolNames
 
+Keep = Callable[[dict[str, Any], str], None]
 _FAILURE_CODES = {"context": "context_length_exceeded", "busy": "rate_limit_exceeded"}
 
 
 class ResponsesWriter:
-    """``echo``: what the response object repeats of its request."""
+    """``echo``: what the response object repeats of its request. ``keep`` gets the finished response and its session
+    before anybody is told."""
 
-    def __init__(self, echo: Mapping[str, Any], names: ToolNames) -> None:
+    def __init__(self, echo: Mapping[str, Any], names: ToolNames, keep: Keep) -> None:
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -34,6 +36,7 @@ class ResponsesWriter:
             **echo,
         }
         self._names = names
+        self._keep = keep
         self._output: list[dict[str, Any]] = []
         self._item_id = ""
         """Id of the open item; the answer's items are its blocks, one each."""
@@ -146,6 +149,7 @@ class ResponsesWriter:
             "output": self._output,
             "usage": _usage(finished.usage),
         }
+        self._keep(self._response, finished.session)
         return self._lifecycle("response.incomplete" if cut else "response.completed")
 
 

@@ -237,7 +237,10 @@ async def serving(
         state = ServerState(
             client, family, Sessions(family), ServerSettings(**{"idle_prefill": False, **settings}), script
         )
-        server = _Uvicorn(FrontConfig(create_app(state), patience or Patience(), tls, port=0, lifespan="on"))
+        limit = state.settings.max_body_bytes
+        server = _Uvicorn(
+            FrontConfig(create_app(state), patience or Patience(), tls, port=0, lifespan="on", ws_max_size=limit)
+        )
         task = asyncio.create_task(server.serve())
         try:
             while not server.started:
