@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from parsers.lark import ANY, GrammarError, escaped
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
-NOTES = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable")
-) | frozenset(("$schema", "$id", "$comment", "$anchor", "$defs", "definitions"))
+_KINDS = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"))
+_NOTES |= frozenset(("$schema", "$id", "$comment", "$anchor"))
 """Keywords that assert nothing here."""
 _OF_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose members are schemas."""
-_VERBATIM = ("enum", "const", "default", "examples", "required")
-_KNOWN: dict[str, frozenset[str]] = {
-    "string": frozenset(("enum", "const", "pattern", "format", "minLength", "maxLength")),
-    "object": frozenset(("properties", "required", "additionalProperties")),
-    "array": frozenset(("items", "minItems", "maxItems")),
-    "": frozenset(),
+_VERBATIM = ("enum", "const", "required")
+_UNIONS = ("anyOf", "oneOf", "allOf")
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "string": ("enum", "pattern", "format", "minLength", "maxLength"),
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
 }
 _FORMS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("properties",), Mapping),
-    **dict.fromkeys(("required", "anyOf", "oneOf", "allOf", "enum"), (list, tuple)),
+    **dict.fromkeys(("properties", "$defs", "definitions"), Mapping),
+    **dict.fromkeys(("required", "enum", *_UNIONS), (list, tuple)),
     **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), int),
-    **dict.fromkeys(("pattern", "format"), str),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
 }
 """What the value of a keyword is."""
+_ROOT = "#/$defs/root"
 DEPTH = 64
-_WEIGHT = 4000
+_WEIGHT = 2000
 _MEMBERS = 512
+_PARTS = 20_000
+_LENGTH = 2000
+_MULTIPLES = 4096
+"""Bounds of what a compiler is asked to do; the last is the sum of all ``multipleOf``, whose squares it takes."""
+_ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()]", re.DOTALL)
 _FORMATS = {
     "date": r"[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])",
     "time": r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+\-][0-9]{2}:[0-9]{2})",
@@ -55,62 +63,108 @@ class Parts:
     """A schema. ``exact`` False: what cannot be enforced is passed over."""
 
     def __init__(self, root: Mapping[str, Any], *, exact: bool) -> None:
-        self.root, self.exact = root, exact
-        self._open = _weighed(root)
+        self.exact = exact
+        self._joined, self._spent = _joins(root), 0
+        self._deepest, self._multiples, self._references = 0, 0.0, set[str]()
+        self.root: dict[str, Any] = self._cleaned(root, 1)
+        if self._deepest * (1 + len(self._references)) > _WEIGHT:
+            raise GrammarError("the schema is nested too deeply, or refers to too many parts of it")
 
     def refuse(self, keyword: str) -> None:
         if self.exact:
             raise GrammarError(f"the schema's {keyword} cannot be enforced in the way this model writes arguments")
 
+    def _cleaned(self, schema: Any, depth: int) -> Any:
+        """A schema of what asserts something, with references that lead on where it stands inside another one. Objects
+        that declare members have no others, unless they say so: a harness refuses what a tool does not know."""
+        if not isinstance(schema, Mapping):
+            return schema
+        if depth > DEPTH:
+            raise GrammarError("the schema is nested too deeply")
+        self._deepest = max(depth, self._deepest)
+        found: dict[str, Any] = {}
+        for key, value in schema.items():
+            if not isinstance(value, _FORMS.get(key, object)):
+                raise GrammarError(f"the schema's {key} is malformed")
+            if key in _VERBATIM:
+                found[key] = value
+            elif key in _OF_MEMBERS and isinstance(value, Mapping):
+                found[key] = {name: self._cleaned(one, depth + 1) for name, one in value.items()}
+            elif key == "$ref":
+                self._references.add(value)
+                found[key] = _ROOT + value[1:] if value.startswith("#") else value
+            elif isinstance(value, list | tuple) and key not in _NOTES:
+                found[key] = [self._cleaned(one, depth + 1) for one in value]
+            elif key not in _NOTES and not key.startswith("x-") and self._bounded(key, value):
+                found[key] = self._cleaned(value, depth + 1)
+        if "type" in schema:
+            found["type"] = _types(schema)
+        if "properties" in found and not self._joined and not found.keys() & {"anyOf", "oneOf", "$ref"}:
+            if "additionalProperties" not in found:
+                found["properties"] |= {key: True for key in _required(found) if key not in found["properties"]}
+            found.setdefault("additionalProperties", False)
+        if len(found.get("properties", ())) > _MEMBERS:
+            raise GrammarError(f"the schema has more than {_MEMBERS} properties in one object")
+        return found
+
+    def _bounded(self, key: str, value: object) -> bool:
+        """Whether a compiler can be asked for it."""
+        if key != "multipleOf" or not isinstance(value, int | float):
+            return True
+        self._multiples += max(1, value)
+        if self.exact and self._multiples > _MULTIPLES:
+            raise GrammarError(f"the schema's multipleOf cannot be enforced: all of them may sum up to {_MULTIPLES}")
+        return self._multiples <= _MULTIPLES
+
     def alternatives(self, schema: object, depth: int = 0) -> list[dict[str, Any]]:
         """A schema as alternatives with one type each; "" is any type."""
-        if depth > DEPTH:
-            raise GrammarError("the schema's references go round in circles")
+        self._spent += 1
+        if depth > DEPTH or self._spent > _PARTS:
+            raise GrammarError("the schema's references go round in circles, or it has too many alternatives")
         if not isinstance(schema, Mapping):
             return [{"type": ""}] if schema else []
-        target = schema.get("$ref")
-        if target is not None:
+        if "$ref" in schema:
             rest = {key: value for key, value in schema.items() if key != "$ref"}
-            return self.alternatives({**self.target(target), **rest}, depth + 1)
-        own = {key: value for key, value in schema.items() if key not in NOTES}
-        for key, form in _FORMS.items():
-            if key in own and not isinstance(own[key], form):
-                raise GrammarError(f"the schema's {key} is malformed")
-        options = own.get("anyOf", own.get("oneOf", own.get("allOf")))
-        if isinstance(options, list | tuple):
-            if "allOf" in own and len(options) != 1:
-                self.refuse("allOf")
-            several = [one for option in options for one in self.alternatives(option, depth + 1)]
-            rest = {key: value for key, value in own.items() if key not in ("anyOf", "oneOf", "allOf")}
-            if rest and rest != {"type": "object"}:
-                self.refuse("anyOf beside other keywords")
-            return several
-        values = own.get("enum", [own["const"]] if "const" in own else None)
-        if isinstance(values, list | tuple):
-            texts = [value for value in values if isinstance(value, str)]
-            others = [value for value in values if not isinstance(value, str)]
-            return [
-                *([{"type": "string", "enum": texts}] if texts else ()),
-                *({"type": "", "const": v} for v in others),
-            ]
-        types = types_of(schema)
-        if not types:
-            types = ["object"] if "properties" in own else ["array"] if "items" in own else [""]
-        return [{**own, "type": one} for one in types]
+            return self.alternatives({**self.target(schema["$ref"]), **rest}, depth + 1)
+        if union := [key for key in _UNIONS if key in schema]:
+            return self._union(schema, union[0], depth)
+        declared = schema.get("type") or ()
+        types = (declared,) if isinstance(declared, str) else declared
+        if "enum" in schema or "const" in schema:
+            kinds: dict[str, list[Any]] = {}
+            for value in schema.get("enum", [schema.get("const")]):
+                kind = _KINDS.get(type(value), "object")
+                if not types or kind in types or (kind == "integer" and "number" in types):
+                    kinds.setdefault(kind, []).append(value)
+            return [{"type": kind, "enum": values} for kind, values in kinds.items()]
+        implied = "object" if "properties" in schema else "array" if "items" in schema else ""
+        return [{**schema, "type": one} for one in types or [implied]]
 
-    def target(self, reference: object) -> Mapping[str, Any]:
-        found: object = self.root
-        parts = reference[1:].split("/") if isinstance(reference, str) and reference.startswith("#") else ["?"]
-        for part in filter(None, parts):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    def _union(self, schema: Mapping[str, Any], union: str, depth: int) -> list[dict[str, Any]]:
+        options = schema[union]
+        if union == "allOf" and len(options) != 1:
+            self.refuse("allOf")
+        rest = {key: value for key, value in schema.items() if key not in (union, "$defs", "definitions")}
+        if rest and rest != {"type": ["object"]}:
+            self.refuse(f"{union} beside other keywords")
+        return [one for option in options for one in self.alternatives(option, depth + 1)]
+
+    def target(self, reference: str) -> Mapping[str, Any]:
+        """The part of the schema that a reference leads to."""
+        found: Any = self.root if reference.startswith(_ROOT) else None
+        for part in filter(None, unquote(reference).removeprefix(_ROOT).split("/")):
+            if isinstance(found, list):
+                found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
+            else:
+                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
-            raise GrammarError(f"the schema's $ref {reference!r:.80} leads nowhere")
+            raise GrammarError(f"the schema's $ref {reference.replace(_ROOT, '#')!r:.80} leads nowhere")
         return found
 
     def check(self, alternative: Mapping[str, Any]) -> None:
         """Refuses keywords that this spelling knows nothing of."""
-        kind = alternative["type"]
-        for key in alternative.keys() - _KNOWN[kind if kind in _KNOWN else ""] - {"type"}:
+        known = ("type", "$defs", "definitions", *_KNOWN.get(alternative["type"], ()))
+        for key in alternative.keys() - set(known):
             self.refuse(key)
 
     def members(self, schema: object) -> tuple[list[Member], bool]:
@@ -120,92 +174,79 @@ class Parts:
             raise GrammarError("the schema is not that of an object")
         if len(objects) > 1:
             self.refuse("anyOf")
-        known = objects[0]
-        self.check({**known, "type": "object"})
-        properties, required = known.get("properties", {}), known.get("required", ())
+        known = {**objects[0], "type": "object"}
+        self.check(known)
+        properties, required = known.get("properties", {}), _required(known)
         more = known.get("additionalProperties", "properties" not in known)
-        if isinstance(more, Mapping) and more.keys() - NOTES:
+        if isinstance(more, Mapping) and more:
             self.refuse("additionalProperties")
+        undeclared = [key for key in required if key not in properties]
+        if undeclared and more is False:
+            raise GrammarError(f"the schema requires {undeclared[0]!r:.80}, which its additionalProperties rule out")
         found = [Member(key, value, key in required) for key, value in properties.items()]
-        found += [Member(key, {}, True) for key in required if isinstance(key, str) and key not in properties]
-        if len(found) > _MEMBERS:
-            raise GrammarError(f"the schema has more than {_MEMBERS} properties in one object")
-        return found, more is not False
+        return found + [Member(key, True, True) for key in undeclared], more is not False
 
     def pattern(self, alternative: Mapping[str, Any]) -> str:
         """A regular expression for a string; "" for any."""
         self.check(alternative)
         asked = [key for key in ("enum", "pattern", "format") if key in alternative]
         low, high = alternative.get("minLength", 0), alternative.get("maxLength", "")
-        if len(asked) + bool(low or high != "") > 1:
+        sized = bool(low) or high != ""
+        if low < 0 or (high != "" and high < low):
+            raise GrammarError(f"the schema's minLength {low} and maxLength {high or low} leave no string")
+        if max(low, high or 0) > _LENGTH:
+            self.refuse(f"{'maxLength' if high else 'minLength'} beyond {_LENGTH}")
+            sized = False
+        if len(asked) + sized > 1:
             self.refuse(f"{asked[0]} beside other keywords for the same string")
         match asked:
             case ["enum", *_]:
                 return "|".join(escaped(value) for value in alternative["enum"])
             case ["pattern", *_]:
-                pattern = str(alternative["pattern"])
-                body = pattern.removeprefix("^")
-                ends = body.endswith("$") and not body.endswith(r"\$")
-                whole = f"(?:{body.removesuffix('$') if ends else body})"
-                return ("" if pattern.startswith("^") else ANY) + whole + ("" if ends else ANY)
+                return _searched(alternative["pattern"])
             case ["format", *_]:
                 if alternative["format"] not in _FORMATS:
                     self.refuse(f"format {alternative['format']!r:.40}")
                 return _FORMATS.get(alternative["format"], "")
-        return f"(?s:.){{{low},{high}}}" if low or high != "" else ""
-
-    def moved(self, schema: object, depth: int) -> object:
-        """A schema as it reads elsewhere than at its root. Objects that declare members have no others, unless they
-        say so: a harness refuses what a tool does not know."""
-        if not isinstance(schema, Mapping):
-            return schema
-        if depth > DEPTH:
-            raise GrammarError("the schema is nested too deeply")
-        found: dict[str, Any] = {}
-        for key, value in schema.items():
-            if key in _VERBATIM:
-                found[key] = value
-            elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-                found[key] = "#/$defs/root" + value[1:]
-            elif key in _OF_MEMBERS and isinstance(value, Mapping):
-                if key not in ("$defs", "definitions") or schema is self.root:
-                    found[key] = {name: self.moved(one, depth + 1) for name, one in value.items()}
-            elif isinstance(value, Mapping):
-                found[key] = self.moved(value, depth + 1)
-            elif isinstance(value, list | tuple):
-                found[key] = [self.moved(one, depth + 1) for one in value]
-            elif key not in NOTES and not key.startswith("x-"):
-                found[key] = value
-        if "type" in schema:
-            found["type"] = types_of(schema)
-        if "properties" in schema and not self._open and not found.keys() & {"anyOf", "oneOf", "$ref"}:
-            found.setdefault("additionalProperties", False)
-        return found
+        return f"(?s:.){{{low},{high}}}" if sized else ""
 
 
-def _weighed(root: Mapping[str, Any]) -> bool:
-    """Whether the schema joins others with ``allOf``. Raises GrammarError for one that a compiler would go down into
-    too far: as deep as it is nested, for each part of it that it refers to."""
-    deepest, references, joins = 0, set[str](), False
-    ahead: list[tuple[object, int]] = [(root, 1)]
+def _searched(pattern: str) -> str:
+    """A regular expression for the whole of a string in which ``pattern`` is found."""
+    depth = 0
+    for mark in _ATOMS.sub("", pattern):
+        depth += 1 if mark == "(" else -1
+        if depth < 0:
+            break
+    if depth:
+        raise GrammarError(f"the schema's pattern {pattern!r:.80} has unbalanced parentheses")
+    body = pattern.removeprefix("^")
+    ends = body.endswith("$") and not body.endswith(r"\$")
+    whole = f"(?:{body.removesuffix('$') if ends else body})"
+    return ("" if pattern.startswith("^") else ANY) + whole + ("" if ends else ANY)
+
+
+def _joins(root: object) -> bool:
+    """Whether schemas are joined with ``allOf`` anywhere."""
+    ahead = [root]
     while ahead:
-        part, depth = ahead.pop()
-        deepest = max(deepest, depth)
+        part = ahead.pop()
         if isinstance(part, Mapping):
-            reference = part.get("$ref")
-            references |= {reference} if isinstance(reference, str) else set()
-            joins = joins or "allOf" in part
-            ahead += ((one, depth + 1) for one in part.values())
+            if "allOf" in part:
+                return True
+            ahead += part.values()
         elif isinstance(part, list | tuple):
-            ahead += ((one, depth + 1) for one in part)
-    if deepest * (1 + len(references)) > _WEIGHT:
-        raise GrammarError("the schema is nested too deeply, or refers to too many parts of it")
-    return joins
+            ahead += part
+    return False
 
 
-def types_of(schema: Mapping[str, Any]) -> list[str]:
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    return [key for key in schema.get("required", ()) if isinstance(key, str)]
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
     """The declared types, spelled as JSON Schema does."""
-    declared = schema.get("type", [])
+    declared = schema["type"]
     names = [str(name) for name in (declared if isinstance(declared, list | tuple) else [declared])]
     found = [_ALIASES.get(name.lower(), name) for name in names]
     if found and schema.get("nullable") is True:
@@ -214,21 +255,3 @@ def types_of(schema: Mapping[str, Any]) -> list[str]:
     if unknown:
         raise GrammarError(f"the schema's type {unknown[0]!r:.40} is none")
     return list(dict.fromkeys(found))
-
-
-def wire_types(alternative: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types of an alternative's values; none if it may be any."""
-    if alternative["type"]:
-        return (alternative["type"],)
-    if "const" not in alternative:
-        return ()
-    value = alternative["const"]
-    names = {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return (names[type(value)],)
-
-
-def bare(alternative: Mapping[str, Any]) -> dict[str, Any]:
-    """An alternative as a schema."""
-    if "const" in alternative:
-        return {"const": alternative["const"]}
-    return {key: value for key, value in alternative.items() if key != "type" or value}

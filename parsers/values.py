@@ -7,16 +7,19 @@ schema that they can express; any other part is refused by its name, or passed o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from parsers.codecs.call import NAME_LIMIT
 from parsers.format import Codec, Elements, Literals, PythonCalls, Tagged
 from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, sequence
-from parsers.parts import DEPTH, NOTES, TYPES, Member, Parts, bare, wire_types
+from parsers.parts import DEPTH, TYPES, Member, Parts
 from parsers.schema import json_of
 
+_NO_KEY = {Tagged: "<>\r\n", Elements: "<>/\r\n", Literals: ":,{}[]\"'", PythonCalls: ""}
+"""What no key has in it, where keys are no strings."""
 _KEY = r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}"
-_WIRE_TYPES = {"integer": "number"}
+_SCALARS = frozenset(("integer", "number", "boolean"))
 
 
 class Values(Parts):
@@ -39,18 +42,18 @@ class Values(Parts):
             case Elements():
                 return self._elements(codec, self.root, 0)
             case PythonCalls():
-                return self._python()
+                any_value = self.json(True, escapes='"\\nrt')
+                return self._listed(codec, self.root, "=", ", ", self._python, any_value)
             case _:
                 return self.json(self.root)
 
-    # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def json(self, schema: object, escapes: str = "") -> str:
         """A value as JSON, spaced as ``json.dumps`` does, so that no white space can go on for ever."""
-        moved = self.moved(schema, 0)
-        body: dict[str, Any] = moved if isinstance(moved, dict) else {} if moved else {"enum": []}
-        if "$ref" in json.dumps(body):
-            body = {**body, "$defs": {"root": self.moved(self.root, 0)}}
+        body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"enum": []}
+        if not body.get("type", True):
+            del body["type"]
+        if '"$ref"' in json.dumps(body):
+            body = {**body, "$defs": {"root": self.root}}
         options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         if escapes:
             options["json_allowed_escapes"] = escapes
@@ -58,130 +61,106 @@ class Values(Parts):
             options |= {"lenient": True, "coerce_one_of": True}
         return self._rules.rule("%json " + json.dumps({**body, "x-guidance": options}, ensure_ascii=False))
 
-    # ── parameters as elements ────────────────────────────────────────────────────────────────────────────────────
+    # ── raw text up to a closer ───────────────────────────────────────────────────────────────────────────────────
 
     def _tagged(self, codec: Tagged, apart: bool) -> str:
-        members, more = self.members(self.root)
+        members, more = self._writable(codec, self.root)
         between = self._rules.layout(codec.between)
-        parts = ["" if apart else between]
-        for member in members:
-            one = sequence((self._parameter(codec, member), between))
-            parts.append(one if member.required else f"({one})?")
+        found = [sequence((self._parameter(codec, member), between)) for member in members]
+        parts = [one if member.required else f"({one})?" for one, member in zip(found, members, strict=True)]
         if more:
-            declared = [escaped(_key(codec, member.key)) for member in members]
-            parts.append(f"({sequence((self._undeclared(codec, declared), between))})*")
-        return sequence(parts)
+            key = self._other_key(_key(codec, member.key) for member in members)
+            parts.append(f"({sequence((self._opened(codec, key, {}), between))})*")
+        return sequence(("" if apart else between, *parts))
 
     def _parameter(self, codec: Tagged, member: Member) -> str:
-        opened = f"{self._rules.literal(codec.open)} {plain(_key(codec, member.key))}"
-        edge = "\n" if codec.trim == "newline" else ""
-        close = edge + codec.close
-        alternatives = self.alternatives(member.schema)
-        if not codec.typed:
-            value = self._untyped(alternatives, close)
-            return self._rules.rule(f"{opened} {self._rules.literal(codec.open_end + edge)} {value}")
-        options = []
-        for kind, value in self._typed(codec, alternatives, close):
-            lead = f"{self._rules.literal(codec.key_end)} {plain(kind)} {self._rules.literal(codec.open_end + edge)}"
-            options.append(f"{lead} {value}")
-        return self._rules.rule(f"{opened} {one_of(options)}")
+        return self._rules.rule(self._opened(codec, plain(_key(codec, member.key)), member.schema))
 
-    def _untyped(self, alternatives: list[dict[str, Any]], close: str) -> str:
+    def _opened(self, codec: Tagged, key: str, schema: object) -> str:
+        edge = "\n" if codec.trim == "newline" else ""
+        alternatives = self._some(schema) if schema != {} else [{"type": "string"}]
+        opener, close = self._rules.literal(codec.open), edge + codec.close
+        behind = self._rules.literal(codec.open_end + edge)
+        if not codec.typed:
+            return sequence((opener, key, behind, self._untyped(alternatives, close)))
+        kinds = [{**one, "type": kind} for one in alternatives for kind in ([one["type"]] if one["type"] else TYPES)]
+        lead = self._rules.literal(codec.key_end)
+        options = [sequence((lead, plain(_kind(codec, one["type"])), behind, self._exact(one, close))) for one in kinds]
+        return sequence((opener, key, one_of(options)))
+
+    def _exact(self, one: Mapping[str, Any], close: str) -> str:
+        if one["type"] == "string":
+            return self._rules.upto(close, self.pattern(one), self._never)
+        return f"{self.json(one)} {self._rules.literal(close)}"
+
+    def _untyped(self, alternatives: Sequence[Mapping[str, Any]], close: str) -> str:
         """Text that the reader makes into what the schema allows: where a string is allowed, all but null, objects and
         lists is one."""
-        types = frozenset(kind for one in alternatives for kind in wire_types(one))
-        strings = [one for one in alternatives if one["type"] == "string"]
-        if any(one["type"] == "" and "const" not in one for one in alternatives):
-            return self._raw("", close)
-        nested = bool(types & {"object", "array"}) and bool(strings)
-        options = []
-        for one in strings:
-            kept = _kept(one["enum"], types) if "enum" in one else []
-            if "enum" in one and not kept:
-                continue
-            pattern = self.pattern({**one, "enum": kept} if kept else one)
-            never = [*self._never, rf"[ \t\r\n]*[{{\[]{ANY}"] if nested else self._never
-            options.append(self._rules.upto(close, pattern, never))
+        types = frozenset(one["type"] for one in alternatives)
         for one in alternatives:
-            if one["type"] == "string" or (strings and one["type"] in ("integer", "number", "boolean")):
+            if not one["type"]:
+                self.check(one)
+                return self._rules.upto(close, "", self._never)
+        nested = bool(types & {"object", "array"})
+        options = []
+        for one in alternatives:
+            if "string" in types and one["type"] in _SCALARS:
                 continue
-            if strings and "const" in one and isinstance(one["const"], bool | int | float):
-                continue
-            options.append(f"{self.json(bare(one))} {self._rules.literal(close)}")
+            if one["type"] == "string" and "enum" in one:
+                one = {**one, "enum": [value for value in one["enum"] if _kept(value, types)]}
+                if not one["enum"]:
+                    continue
+            if one["type"] == "string" and nested:
+                never = [*self._never, rf"[ \t\r\n]*[{{\[]{ANY}"]
+                options.append(self._rules.upto(close, self.pattern(one), never))
+            else:
+                options.append(self._exact(one, close))
         if not options:
             raise GrammarError("the schema allows no value for a parameter")
         return one_of(options)
 
-    def _typed(self, codec: Tagged, alternatives: list[dict[str, Any]], close: str) -> list[tuple[str, str]]:
-        """(what the wire says of the type, a value of it up to its closer)."""
-        found: list[tuple[str, str]] = []
-        for one in alternatives:
-            for kind in wire_types(one) or TYPES:
-                schema = one if one["type"] else {**one, "type": kind}
-                if kind == "string":
-                    found.append(("true" if codec.typed == "string" else kind, self._raw(self.pattern(schema), close)))
-                else:
-                    name = "false" if codec.typed == "string" else _WIRE_TYPES.get(kind, kind)
-                    found.append((name, f"{self.json(bare(schema))} {self._rules.literal(close)}"))
-        if not found:
-            raise GrammarError("the schema allows no value for a parameter")
-        return found
+    # ── members in a list ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _raw(self, pattern: str, close: str) -> str:
-        return self._rules.upto(close, pattern, self._never)
-
-    def _undeclared(self, codec: Tagged, declared: list[str]) -> str:
-        excluded = f" & ~/{'|'.join(declared)}/" if declared else ""
-        key = self._rules.terminal(f"/{_KEY}/{excluded}")
-        edge = "\n" if codec.trim == "newline" else ""
-        kinds = {"": "", "string": "true", "type": "string"}
-        kind = sequence((self._rules.literal(codec.key_end), plain(kinds[codec.typed])))
-        opener = sequence((key, kind, self._rules.literal(codec.open_end + edge)))
-        return f"{self._rules.literal(codec.open)} {opener} {self._raw('', edge + codec.close)}"
-
-    # ── Python ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _python(self) -> str:
-        members, more = self.members(self.root)
-        found = []
-        for member in members:
-            if not member.key.isidentifier():
-                raise GrammarError(f"the parameter {member.key!r:.80} is no name in Python")
-            flag = all(one["type"] == "boolean" for one in self.alternatives(member.schema))
-            value = '("True" | "False")' if flag else self.json(member.schema, escapes='nrt"\\')
-            found.append((f"{plain(member.key + '=')} {value}", member.required))
-        return self._listed(found, ", ", self._other(members, "=", self.json({}, '"\\nrt')) if more else "")
-
-    def _other(self, members: list[Member], assign: str, value: str) -> str:
-        declared = "|".join(escaped(member.key) for member in members)
-        key = self._rules.terminal(f"/{_KEY}/" + (f" & ~/{declared}/" if declared else ""))
-        return f"{key} {plain(assign)} {value}"
-
-    def _listed(self, members: Sequence[tuple[str, bool]], separator: str, other: str) -> str:
+    def _listed(
+        self, codec: Codec, schema: object, assign: str, mark: str, spell: Callable[[Member], str], any_value: str
+    ) -> str:
         """Members in their order, with separators between those that are there."""
-        mark = plain(separator)
-        more = f"({mark} {other})*" if other else ""
-        first = f"({other} {more})?" if other else ""
-        for member, required in reversed(members):
-            if required:
-                first, more = (
-                    self._rules.rule(sequence((member, more))),
-                    self._rules.rule(sequence((mark, member, more))),
-                )
+        members, more_keys = self._writable(codec, schema)
+        separator, more, first = plain(mark), "", ""
+        if more_keys:
+            other = sequence((self._other_key(member.key for member in members), plain(assign), any_value))
+            more = f"({separator} {other})*"
+            first = f"({other} {more})?"
+        for member in reversed(members):
+            one = sequence((plain(member.key + assign), spell(member)))
+            here = self._rules.rule(sequence((one, more)))
+            if member.required:
+                first, more = here, self._rules.rule(sequence((separator, here)))
             else:
-                here = sequence((member, more))
-                first = self._rules.rule(f"{here} | {first}") if first else f"({self._rules.rule(here)})?"
-                more = self._rules.rule(sequence((f"({mark} {member})?", more)))
+                first = self._rules.rule(f"{here} | {first}") if first else f"({here})?"
+                more = self._rules.rule(sequence((f"({separator} {one})?", more)))
         return first
 
-    # ── Gemma ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _python(self, member: Member) -> str:
+        alternatives = self._some(member.schema)
+        if all(one["type"] == "boolean" for one in alternatives):
+            return one_of(plain(str(value)) for one in alternatives for value in one.get("enum", (True, False)))
+        return self.json(member.schema, escapes='nrt"\\')
+
+    def _literal_object(self, codec: Literals, schema: object, depth: int) -> str:
+        def spell(member: Member) -> str:
+            return self._literal(codec, member.schema, depth + 1)
+
+        body = self._listed(codec, schema, ":", ",", spell, self._literal(codec, True, depth + 1))
+        return sequence(('"{"', body, '"}"'))
 
     def _literal(self, codec: Literals, schema: object, depth: int) -> str:
-        return self._recursive(
-            schema, "", lambda: one_of(self._one_literal(codec, one, depth) for one in self._some(schema, depth))
-        )
+        def build() -> str:
+            return one_of(self._one_literal(codec, one, depth) for one in self._some(schema, depth))
 
-    def _one_literal(self, codec: Literals, one: dict[str, Any], depth: int) -> str:
+        return self._recursive(schema, str(depth) if schema is True else "", build)
+
+    def _one_literal(self, codec: Literals, one: Mapping[str, Any], depth: int) -> str:
         quote = self._rules.literal(codec.quote)
         match one["type"]:
             case "string":
@@ -189,40 +168,71 @@ class Values(Parts):
             case "object":
                 return self._literal_object(codec, one, depth + 1)
             case "array":
+                low, high = self._size(one)
+                item = self._literal(codec, one.get("items", True), depth + 1)
+                if high == 0:
+                    return '"[" "]"'
+                rest = f'{item} ("," {item}){{{max(0, low - 1)},{"" if high is None else high - 1}}}'
+                return f'"[" {rest} "]"' if low else f'"[" ({rest})? "]"'
+            case "":
                 self.check(one)
-                return self._array(one, self._literal(codec, one.get("items", True), depth + 1))
-            case "" if "const" not in one:
-                return one_of(self._one_literal(codec, {"type": kind}, depth + 1) for kind in self._kinds(depth))
-        if isinstance(one.get("const"), dict | list):
-            self.refuse("enum of objects or lists")
-        return self.json(bare(one))
+                kinds = [kind for kind in TYPES if depth < 4 or kind not in ("object", "array")]
+                return one_of(self._one_literal(codec, {"type": kind}, depth + 1) for kind in kinds)
+        return self.json(one)
 
-    def _literal_object(self, codec: Literals, schema: object, depth: int) -> str:
+    # ── nested elements ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _elements(self, codec: Elements, schema: object, depth: int) -> str:
+        """The members of an object, one after the other."""
+        members, more = self._writable(codec, schema)
+        if more and members:
+            self.refuse("additionalProperties")
+        parts = []
+        for member in members:
+            one = self._element(codec, member.key, member.schema, depth + 1)
+            parts.append(one if member.required else f"({one})?")
+        return sequence(parts)
+
+    def _element(self, codec: Elements, name: str, schema: object, depth: int) -> str:
+        """An element: its opener, a value and its closer."""
+        close = f"{codec.prefix}</{name}>"
+
+        def build() -> str:
+            found = self._some(schema, depth)
+            plains = [one for one in found if one["type"] not in ("object", "array")]
+            options = [self._untyped(plains, close)] if plains else []
+            for one in (one for one in found if one not in plains):
+                if one["type"] == "object":
+                    body = self._elements(codec, one, depth + 1)
+                else:
+                    low, high = self._size(one)
+                    item = self._element(codec, codec.item, one.get("items", True), depth + 1)
+                    body = f"({item}){{{low},{'' if high is None else high}}}"
+                options.append(sequence((body, self._rules.literal(close))))
+            return one_of(options)
+
+        value = self._recursive(schema, close, build)
+        return sequence((self._rules.literal(codec.prefix), plain(f"<{name}>"), value))
+
+    # ── parts of all of them ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _writable(self, codec: Codec, schema: object) -> tuple[list[Member], bool]:
+        """An object's members whose keys this spelling can write."""
         members, more = self.members(schema)
+        without = set(_NO_KEY[type(codec)])
         found = []
         for member in members:
-            if not member.key or set(member.key) & set(":,{}[]\"'") or member.key != member.key.strip():
-                raise GrammarError(f"the parameter {member.key!r:.80} cannot be written by this model")
-            found.append(
-                (f"{plain(member.key + ':')} {self._literal(codec, member.schema, depth + 1)}", member.required)
-            )
-        other = self._other(members, ":", self._literal(codec, True, depth + 1)) if more else ""
-        return sequence(('"{"', self._listed(found, ",", other), '"}"'))
+            key = member.key
+            spelled = key.isidentifier() if not without else bool(key) and key == key.strip() and not set(key) & without
+            if member.schema is False and not member.required:
+                continue
+            if spelled and len(key) <= NAME_LIMIT:
+                found.append(member)
+            elif member.required or self.exact:
+                raise GrammarError(f"the parameter {key!r:.80} cannot be written by this model")
+        return found, more
 
-    @staticmethod
-    def _kinds(depth: int) -> tuple[str, ...]:
-        """The types of a value that may be anything; nested only so far."""
-        return tuple(kind for kind in TYPES if depth < 4 or kind not in ("object", "array"))
-
-    @staticmethod
-    def _array(one: Mapping[str, Any], item: str) -> str:
-        low, high = int(one.get("minItems", 0)), one.get("maxItems")
-        if high == 0:
-            return '"[" "]"'
-        rest = f'("," {item})' + (f"{{{max(0, low - 1)},{int(high) - 1 if high is not None else ''}}}")
-        return f'"[" {item} {rest} "]"' if low else f'"[" ({item} {rest})? "]"'
-
-    def _some(self, schema: object, depth: int) -> list[dict[str, Any]]:
+    def _some(self, schema: object, depth: int = 0) -> list[dict[str, Any]]:
         if depth > DEPTH:
             raise GrammarError("the schema is nested too deeply")
         found = self.alternatives(schema)
@@ -230,13 +240,24 @@ class Values(Parts):
             raise GrammarError("the schema allows no value for a parameter")
         return found
 
-    def _recursive(self, schema: object, where: str, build: Any) -> str:
+    def _size(self, one: Mapping[str, Any]) -> tuple[int, int | None]:
+        self.check(one)
+        low, high = one.get("minItems", 0), one.get("maxItems")
+        if high is not None and high < low:
+            raise GrammarError(f"the schema's minItems {low} and maxItems {high} leave no list")
+        return low, high
+
+    def _other_key(self, declared: Any) -> str:
+        known = "|".join(escaped(key) for key in declared)
+        return self._rules.terminal(f"/{_KEY}/" + (f" & ~/{known}/" if known else ""))
+
+    def _recursive(self, schema: object, where: str, build: Callable[[], str]) -> str:
         """A rule per place of the schema, so that schemas may refer to themselves."""
         target = schema
-        while isinstance(target, Mapping) and isinstance(target.get("$ref"), str) and len(target.keys() - NOTES) == 1:
+        for _ in range(DEPTH):
+            if not isinstance(target, Mapping) or target.keys() != {"$ref"}:
+                break
             target = self.target(target["$ref"])
-            if target is schema:
-                raise GrammarError("the schema's references go round in circles")
         key = (id(target), where)
         if key not in self._named:
             self._keep.append(target)
@@ -244,51 +265,17 @@ class Values(Parts):
             define(build())
         return self._named[key]
 
-    # ── MiniMax-M3 ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _elements(self, codec: Elements, schema: object, depth: int) -> str:
-        """The members of an object, one after the other."""
-        members, more = self.members(schema)
-        if more and members:
-            self.refuse("additionalProperties")
-        parts = []
-        for member in members:
-            if not member.key or set(member.key) & set("<>/") or member.key != member.key.strip():
-                raise GrammarError(f"the parameter {member.key!r:.80} cannot be written by this model")
-            one = self._element(codec, member.key, member.schema, depth + 1)
-            parts.append(one if member.required else f"({one})?")
-        return sequence(parts)
-
-    def _element(self, codec: Elements, name: str, schema: object, depth: int) -> str:
-        lead = f"{self._rules.literal(codec.prefix)} {plain(f'<{name}>')}"
-        return f"{lead} {self._element_value(codec, name, schema, depth)}"
-
-    def _element_value(self, codec: Elements, name: str, schema: object, depth: int) -> str:
-        """A value and the closer of its element."""
-        close = f"{codec.prefix}</{name}>"
-        return self._recursive(schema, close, lambda: self._any_element(codec, close, schema, depth))
-
-    def _any_element(self, codec: Elements, close: str, schema: object, depth: int) -> str:
-        found = self._some(schema, depth)
-        plains = [one for one in found if one["type"] not in ("object", "array")]
-        options = [self._untyped(plains, close)] if plains else []
-        for one in found:
-            if one["type"] == "object":
-                body = self._elements(codec, one, depth + 1)
-            elif one["type"] == "array":
-                self.check(one)
-                item = self._element(codec, codec.item, one.get("items", True), depth + 1)
-                low, high = int(one.get("minItems", 0)), one.get("maxItems", "")
-                body = f"({item}){{{low},{high}}}"
-            else:
-                continue
-            options.append(sequence((body, self._rules.literal(close))))
-        return one_of(options)
+def _kept(value: str, types: frozenset[str]) -> bool:
+    """Whether a string is read as itself."""
+    return json_of(value, types)[0] == json.dumps(value, ensure_ascii=False)
 
 
-def _kept(values: Sequence[str], types: frozenset[str]) -> list[str]:
-    """The values that are read as themselves."""
-    return [value for value in values if json_of(value, types)[0] == json.dumps(value, ensure_ascii=False)]
+def _kind(codec: Tagged, kind: str) -> str:
+    """What the wire says of a value's type."""
+    if codec.typed == "string":
+        return "true" if kind == "string" else "false"
+    return "number" if kind == "integer" else kind
 
 
 def _key(codec: Tagged, key: str) -> str:

@@ -300,6 +300,98 @@ def test_impossible_schemas_are_refused(name: str, schema: dict[str, Any]) -> No
         guide(name, grammar(name, (Tool("probe", parameters=schema, strict=True),), Demand("required"))).allowed()
 
 
+def one_member(schema: Any, key: str = "a") -> dict[str, Any]:
+    return {"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": False}
+
+
+DOUBLING = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+WITHOUT_TYPE: list[dict[str, Any]] = [{"not": {"type": "string"}}, {"minimum": 3}, {"pattern": "^a$"}]
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "minimax_m3", "kimi_k3", "lfm2", "hermes"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({**one_member({"$ref": "#/$defs/d0"}), "$defs": {**DOUBLING, "d30": {"not": {}}}}, "alternatives|not"),
+        (one_member({"type": "integer", "multipleOf": 1000003}), "multipleOf"),
+        (one_member({"type": "object", "properties": {f"p{n}": {} for n in range(600)}}), "more than 512 properties"),
+        (one_member({"type": "integer", "enum": ["a", "b"]}), "no value|Unsatisfiable"),
+        ({**one_member(True), "required": ["z"]}, "'z'"),
+        (one_member({"not": {"type": "string"}}), "not"),
+    ],
+)
+def test_what_takes_too_much_or_allows_nothing_is_refused_at_once(name: str, schema: Any, keyword: str) -> None:
+    with pytest.raises((GrammarError, EngineGrammarError), match=f"probe.*(?:{keyword})"):
+        guide(name, grammar(name, (Tool("probe", parameters=schema, strict=True),), Demand("required"))).allowed()
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "minimax_m3"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "maxLength": 10**6}, "maxLength beyond"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength 5 and maxLength 2"),
+        ({"type": "string", "pattern": "a)|(b"}, "unbalanced"),
+        *((one, next(iter(one))) for one in WITHOUT_TYPE),
+    ],
+)
+def test_text_that_cannot_be_followed_is_refused_by_its_keyword(name: str, schema: Any, keyword: str) -> None:
+    with pytest.raises(GrammarError, match=keyword):
+        grammar(name, (Tool("probe", parameters=one_member(schema), strict=True),), Demand("required"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "minimax_m3", "deepseek_v4", "lfm2"])
+def test_a_courtesy_passes_over_what_is_too_much(name: str) -> None:
+    large = {"l": {"type": "string", "maxLength": 10**6}, "m": {"type": "integer", "multipleOf": 1000003}}
+    odd = {"<a>\n": {"type": "string"}, "x" * 300: {"type": "string"}, "never": False}
+    tool = Tool("probe", parameters={"type": "object", "properties": {**large, **odd}})
+    assert guide(name, grammar(name, (tool,), Demand("required"))).allowed().any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_keys_come_back_as_they_are_or_are_refused(name: str) -> None:
+    keys = ('a"b', "c\nd", "</parameter>", "ключ", "a b", " a", "a>", "a&b", "a:b", "", "x" * 300, "[0]", "a/b")
+    names = ('we"ather', "a</tool_call>", "a b", "é", "x" * 300, "a\nb", "a.b", "a(b", "a{b", "a&b", "mcp__x__y", "a,b")
+    written = 0
+    for called, key in (*(("probe", key) for key in keys), *((called, "q") for called in names)):
+        tool = Tool(called, parameters=one_member({"const": 1}, key), strict=True)
+        try:
+            text = grammar(name, (tool,), Demand("required", parallel=False), thinking=False)
+        except GrammarError:
+            continue
+        parsed = machine(name).parse(walk(name, text, 1, (key,)), (tool,))
+        ((_, found, arguments, state),) = parsed.calls
+        assert (found, json.loads(arguments), state) == (called, {key: 1}, "complete") and not parsed.tolerated
+        written += 1
+    assert written >= 5
+
+
+def test_required_members_may_be_undeclared() -> None:
+    loose = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["z"]}
+    for name in ("hermes", "qwen3_xml", "gemma4", "minimax_m3", "lfm2"):
+        tool = Tool("probe", parameters=loose)
+        parsed = machine(name).parse(walk(name, grammar(name, (tool,), Demand("required")), 0, ("a", "z")), (tool,))
+        assert all("z" in json.loads(arguments) for _, _, arguments, _ in parsed.calls)
+
+
+def test_references_into_lists_and_with_escapes() -> None:
+    inner = {"a": {"anyOf": [{"type": "integer"}]}, "b": {"$ref": "#/properties/a/anyOf/0"}}
+    inner["c"] = {"$ref": "#/$defs/x%20y"}
+    schema = {"type": "object", "properties": inner, "required": ["b", "c"], "$defs": {"x y": {"type": "boolean"}}}
+    text = grammar("qwen3_xml", (Tool("probe", parameters=schema, strict=True),), Demand("required"))
+    assert accepts("qwen3_xml", text, xml(b="1", c="true"))
+    assert not accepts("qwen3_xml", text, xml(b="x", c="true")) and not accepts("qwen3_xml", text, xml(b="1", c="1"))
+
+
+def test_many_values_are_one_choice() -> None:
+    """A choice of thousands is more than the engine follows side by side."""
+    tool = Tool("probe", parameters=one_member({"enum": [*range(3000)]}), strict=True)
+    for name in ("qwen3_xml", "gemma4", "minimax_m3", "kimi_k3"):
+        text = grammar(name, (tool,), Demand("required", parallel=False))
+        ((_, _, arguments, _),) = machine(name).parse(walk(name, text, 0, ("a",)), (tool,)).calls
+        assert json.loads(arguments)["a"] in range(3000)
+
+
 # ── a client's grammars ───────────────────────────────────────────────────────────────────────────────────────────────
 
 PATCH = r"""
