@@ -1,7 +1,8 @@
 # make demo   install, then a short chat and one scripted agent session, with its reuse table
 # make test   install, then lint, types, import rules and tests
 # make e2e    every real harness against a local server (make e2e-core: Claude Code and Codex, as CI does)
-# Also: harnesses (docs/harnesses.md from what e2e measured), lint, deep (tests too long for CI), wheel (build it and look inside), families (write docs/families.md), clean.
+# Also: lint, deep (tests too long for CI), wheel (build it and look inside), families (write docs/families.md),
+# harnesses (write docs/harnesses.md from what e2e measured), clean.
 
 PYTHON ?= python3
 VENV := .venv
