@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ CONTROL = {
         *("<think>", "</think>", "｜DSML｜"),
     ),
 }
-FAMILIES = ("qwen3_xml", "hermes", *CONTROL)
+FAMILIES = ("qwen3_xml", *(pytest.param(name, marks=pytest.mark.deep) for name in ("hermes", *CONTROL)))
 PROPERTIES: dict[str, Any] = {
     "city": {"enum": ["Oslo", "Rome", "New\nYork"]},
     "days": {"type": "integer", "minimum": 1, "maximum": 14},
@@ -255,3 +256,69 @@ def test_a_keyword_that_cannot_be_enforced_is_named(house: House) -> None:
             tools=[{"name": "bag", "input_schema": broken, "strict": True}],  # type: ignore[typeddict-unknown-key]
         )
     assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("most", [25, 45, 60])
+def test_a_call_that_is_cut_is_not_complete(house: House, most: int) -> None:
+    tools: Any = [tool("weather", SCHEMA)]
+    answer = house.openai.chat.completions.create(
+        model=MODEL, messages=[USER], tools=tools, tool_choice="required", reasoning_effort="none", max_tokens=most
+    )
+    assert answer.choices[0].finish_reason == "length" and answer.usage and answer.usage.completion_tokens == most
+    message = house.anthropic.messages.create(
+        model=MODEL,
+        messages=[USER],
+        max_tokens=most,
+        tools=[{"name": "weather", "input_schema": SCHEMA}],
+        tool_choice={"type": "any"},
+    )
+    assert message.stop_reason == "max_tokens"
+    response = house.openai.responses.create(
+        model=MODEL,
+        input="How will it be?",
+        max_output_tokens=most,
+        tools=[{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}],
+        tool_choice="required",
+        reasoning={"effort": "none"},
+    )
+    assert response.status == "incomplete" and response.incomplete_details
+    assert all(item.status == "incomplete" for item in response.output if item.type == "function_call")
+
+
+def test_neighbours_answer_as_they_do_alone(house: House) -> None:
+    """Whoever follows a grammar beside them, or stops doing so."""
+
+    def ask(bound: bool, seed: int) -> str:
+        more: Any = {"tools": [tool("weather", SCHEMA)], "tool_choice": "required"} if bound else {}
+        answer = house.openai.chat.completions.create(
+            model=MODEL, messages=[USER], seed=seed, max_tokens=60, reasoning_effort="none", **more
+        )
+        return answer.choices[0].message.model_dump_json(exclude={"tool_calls": {"__all__": {"id"}}})
+
+    wanted = [(False, 1), (True, 1), (True, 2), (False, 2)]
+    alone = [ask(*one) for one in wanted]
+    with ThreadPoolExecutor(len(wanted) + 1) as pool:
+        stream = house.openai.chat.completions.create(
+            model=MODEL, messages=[USER], tools=[tool("weather", SCHEMA)], tool_choice="required", stream=True
+        )
+        together = [pool.submit(ask, *one) for one in wanted]
+        stream.close()
+        assert [one.result() for one in together] == alone
+
+
+def test_what_leads_nowhere_is_the_clients_fault(house: House) -> None:
+    endless = {"type": "string", "pattern": "^(\\w{1,500}\\W{1,500}){1,500}$"}
+    for inner in ({"type": "integer", "multipleOf": 1000003}, {"not": {"type": "string"}}, {"enum": []}, endless):
+        schema = {"type": "object", "properties": {"a": inner, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]}
+        try:
+            house.openai.chat.completions.create(
+                model=MODEL,
+                messages=[USER],
+                tools=[tool("f", schema, strict=True)],
+                tool_choice="required",
+                max_tokens=60,
+            )
+        except openai.APIStatusError as error:
+            assert error.status_code == 400, error
+        else:
+            assert inner is endless
