@@ -61,6 +61,7 @@ class Calls:
             (*self._close, *self._section_close),
             tuple(dict.fromkeys(end for end in ends if end not in self._close)),
             self._tail,
+            wire.code(call.header.partition("{name}")[0]).strip(),
         )
         self._reader = reader_for(call.codec, self._fence, wire)
         around = [pair for pair in (wire_format.think, wire_format.answer) if pair]

@@ -54,19 +54,16 @@ class Call:
         self.parameters: Mapping[str, Any] = {}
         """The schema of the tool's arguments, once it is announced."""
         self.guarded = bool(rules)
-        self._tools, self._emit, self._begin = tools, emit, begin
+        self.tools = tools
+        self._emit, self._begin = emit, begin
         self._tolerated = dict.fromkeys(rules)
-
-    def declared(self, name: str) -> bool:
-        """Is there such a tool?"""
-        return name in self._tools
 
     def announce(self, name: str) -> None:
         """Raises Malformed when this is no call after all."""
-        if self.guarded and not self.declared(name):
+        if self.guarded and name not in self.tools:
             raise Malformed
         self.announced = True
-        self.parameters = self._tools.get(name, {})
+        self.parameters = self.tools.get(name, {})
         self._begin()
         self._emit(ToolCallStart(self.index, name))
         for rule in self._tolerated:
@@ -100,6 +97,8 @@ class Fence:
     """Ends of the turn."""
     tail: str = ""
     """What closes the arguments before the call's closer, as in the header's own element."""
+    head: str = ""
+    """How the header of a call begins."""
 
 
 class Coder(Protocol):

@@ -288,7 +288,7 @@ class PythonReader:
             return (yield from self._json.read(source, call))
         text, stop = yield from source.take(self._name, NAME_LIMIT)
         name = text.strip()
-        if stop != "(" or not (_NAME.fullmatch(name) or call.declared(name)):
+        if stop != "(" or not (_NAME.fullmatch(name) or name in call.tools):
             raise Malformed
         call.announce(name)
         yield from self._values.members(source, call, ")", "=")

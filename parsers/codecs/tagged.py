@@ -19,6 +19,8 @@ _TAG_EDGE = re.compile(r"\s+|(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")
 _CLOSE_VARIANTS = ("/>", "1>", " >")
 """What models write in place of a closer's last bracket."""
 _SPACE_LIMIT = 64
+_LATER_LIMIT = 4096
+"""How far the text behind a doubtful end is searched for a better one."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class TaggedReader(Single):
 
     def __init__(self, codec: Tagged, fence: Fence, spelled: frozenset[str]) -> None:
         self._codec = codec
-        self._tail = fence.tail
+        self._tail, self._head = fence.tail, fence.head
         self._ends = fence.ends
         first, *self._opener_rest = [piece for piece in _TAG_EDGE.split(codec.open_end) if piece]
         self._stem = codec.open.removesuffix('"')
@@ -60,6 +62,7 @@ class TaggedReader(Single):
         self._opens_or_ends = tuple(text for text in (*fence.opens, *fence.ends) if text and text not in spelled)
         self._after = tuple(text for text in outer if text not in spelled)
         self._after_spelled = outer
+        self._later = Stops(codec.close, *self._after)
 
     def read(self, source: Source, call: Call) -> Step[str]:
         """Ends behind the delimiter that ended the parameters, and returns it."""
@@ -163,8 +166,13 @@ class TaggedReader(Single):
         # A call that came without its opener may go on without its closer.
         behind_tail = () if call.guarded else (after,)
         if stop in self._closes:
-            tail = [((self._tail,), *behind_tail)] if self._tail else []
-            return (yield from _ahead(source, ((self._stem,),), (after,), *tail))
+            if not self._tail:
+                return (yield from _ahead(source, ((self._stem,),), (after,)))
+            next_call = tuple(self._head + name for name in call.tools)
+            behind = (((self._tail,), *behind_tail), ((self._tail,), next_call))
+            return (yield from _ahead(source, ((self._stem,),), (after,), *behind)) or (
+                yield from self._never_ends_later(source)
+            )
         if stop == self._stem:
             return at_line and (yield from self._declared_key(source, call))
         if stop == self._tail:
@@ -173,6 +181,42 @@ class TaggedReader(Single):
             return value.line_start and (call.guarded or stop not in self._spelled)
         doubted = stop in self._spelled and not call.guarded
         return (yield from source.follows(self._opens_or_ends if doubted else after))
+
+    def _never_ends_later(self, source: Source) -> Step[bool]:
+        """Behind a closer: do the tail and text follow, and no better end of the value before the next call or the end
+        of all, so that only the call's own closer was forgotten? Consumes nothing."""
+        if not _compare(source.buffer, ((self._tail,),)):
+            return False
+        at = 0
+        while True:
+            match, held = self._later.pattern.search(source.buffer, at), self._later.held(source.buffer)
+            begins = match.start() if match else held
+            if begins > _LATER_LIMIT:
+                return False
+            if match and (begins < held or source.ended):
+                better = match[0] == self._codec.close and self._better(source, match.end())
+                if better is not None:
+                    if better or match[0] != self._codec.close:
+                        return not better
+                    at = match.end()
+                    continue
+            elif source.ended:
+                if not source.natural:
+                    raise Cut
+                return True
+            at = begins
+            yield
+
+    def _better(self, source: Source, at: int) -> bool | None:
+        """Whether a value properly ends at the closer in front of ``at``; None while more text may decide."""
+        text = source.buffer[at : at + 4 * _SPACE_LIMIT]
+        paths = (((self._stem,),), (self._after,), ((self._tail,), self._after))
+        verdicts = [_compare(text, path) for path in paths]
+        if True in verdicts or None not in verdicts:
+            return True in verdicts
+        if source.ended and not source.natural:
+            raise Cut
+        return text.strip() in ("", self._tail) if source.ended else None
 
     def _declared_key(self, source: Source, call: Call) -> Step[bool]:
         """Does the opener of a parameter that the tool has come next, behind its stem? Consumes nothing."""

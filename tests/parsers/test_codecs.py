@@ -432,3 +432,32 @@ def test_python_calls_know_declared_names_that_are_none_in_python(name: str) -> 
             (one.name, {odd: "v"}, "complete") for one in declared
         ]
         assert family.parse(family.output(calls[:1]), (Tool("g", ""),)).calls == []
+
+
+VALUE = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>"
+END = "\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("behind", "parts", "rules"),
+    [
+        ("\n\nSo.", [("call", "f", "x"), ("text", "\n\nSo.")], ["missing_call_close"]),
+        ("\n</parameter> So", [("call", "f", "x"), ("text", "\n</parameter> So")], ["missing_call_close"]),
+        (f"\n\nSo.\n{VALUE}\n</tool_call>", [("call", "f", "x"), ("text", "\n\nSo."), ("call", "f", "x")], None),
+        ("\n<function=g>\n</function>\n</tool_call>", [("call", "f", "x"), ("call", "g", "")], None),
+        ("\n\nSo." + END, [("call", "f", "x\n</parameter>\n</function>\n\nSo.")], []),
+        ("\n<function=h>" + END, [("call", "f", "x\n</parameter>\n</function>\n<function=h>")], []),
+        (" " * 5000 + END, [("call", "f", "x\n</parameter>\n</function>" + " " * 5000)], []),
+        (" x" * 5000 + END, [("call", "f", "x\n</parameter>\n</function>" + " x" * 5000)], []),
+    ],
+)
+def test_text_behind_a_call_without_its_closer_is_no_value(
+    behind: str, parts: list[tuple[str, ...]], rules: list[str] | None
+) -> None:
+    """Unless a better end of the value comes later."""
+    parsed = heard("qwen3_xml", f"{VALUE}{behind}<|im_end|>")
+    found = [(*part[:2], json.loads(part[2]).get("s", "")) if part[0] == "call" else part for part in parsed.parts]
+    assert found == parts
+    assert rules in (None, parsed.tolerated)
+    assert all(call[3] == "complete" for call in parsed.calls)
+    assert not heard("qwen3_xml", f"{VALUE}{behind}"[: len(VALUE) + 4], reason="length").text
