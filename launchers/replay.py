@@ -197,8 +197,8 @@ class Replay:
                 event for event in parser.feed(token) if isinstance(event, Boundary) and event.kind == "thinking_end"
             ]
             if ends:
-                return Sampled(tokens, ends[0].token)
-        return Sampled(tokens)
+                return Sampled(tokens, ends[0].token, opener=prompt.opener)
+        return Sampled(tokens, opener=prompt.opener)
 
 
 def _read_chat(body: object, headers: dict[str, str], namespace: str) -> Any:

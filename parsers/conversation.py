@@ -58,11 +58,13 @@ class Sampled:
     ``ids``: every sampled token id, end-of-turn token included if it was sampled.
     ``thinking_end``: how many leading ids belong to the thinking including its closing delimiter; 0 without thinking.
     ``thinking_rest``: the text of a token that straddles the end of thinking, past the delimiter; usually empty.
+    ``opener``: the ids that stood between the assistant header and them in the prompt.
     """
 
     ids: tuple[int, ...]
     thinking_end: int = 0
     thinking_rest: str = ""
+    opener: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ class Frames:
 
     The turn's header is the first ``start``. The first route that matches a header says what the body is. An end that
     also ends turns closes the turn, the others only the message. ``thinking``, ``text`` and ``call`` are the headers
-    written for each kind, ``{name}`` being the tool; ``tokens`` are further control tokens that a header may have.
+    written for each kind, ``{name}`` being the tool, and ``preamble`` that of text before a call, where it has one of
+    its own; ``tokens`` are further control tokens that a header may have.
     """
 
     start: str
@@ -234,6 +235,7 @@ class Frames:
     call: str
     call_end: str
     tokens: tuple[str, ...] = ()
+    preamble: str = ""
 
 
 @dataclass(frozen=True)
@@ -288,8 +290,8 @@ letters and digits."""
 class Format:
     """A family's whole wire format. ``tools_text`` is set where the template knows nothing of tools, ``encoder`` names
     the renderer of ours that stands for the template that the checkpoint does not have. ``suffix`` is a pattern for
-    control tokens whose first group is what ``{suffix}`` stands for in this format. ``models`` are examples for people;
-    ``result_order``: outputs must come in the order of their calls."""
+    control tokens whose first group is what ``{suffix}`` stands for in this format. ``models`` are examples for
+    people."""
 
     name: str
     models: tuple[str, ...]
@@ -305,7 +307,6 @@ class Format:
     tools_text: ToolsText | None = None
     encoder: str = ""
     suffix: str = ""
-    result_order: bool = False
 
     @property
     def ends(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput
@@ -15,6 +16,7 @@ from parsers.events import BoundaryKind
 from parsers.families.registry import FORMATS, find
 from parsers.format import Effort, Format, Tolerances
 from parsers.grammar import Demand, Tokens, constraint
+from parsers.messages import native_id
 from parsers.probe import Fit, Mismatch, Probe, examine
 from parsers.render import Prompt, Renderer, RenderError, Span, SpanKind
 from parsers.response_template import ResponseTemplateError, read_response_template, response_format
@@ -93,7 +95,16 @@ class Family:
         """The ids a perfect model would sample for this turn, end of turn included. Thinking is left out where the
         prompt (or the family) rules it out."""
         state: ThinkingState = "open" if prompt.thinking_open else "unopened" if prompt.thinking else "closed"
-        text = assistant_text(self.format, self._renderer.guard, blocks, state)
+        made = sum(span.kind == "tool_call" for span in prompt.spans)
+        calls = count(made)
+
+        def named(block: ToolCall) -> ToolCall:
+            number = next(calls)
+            known = block.id or f"{len(prompt.ids)}.{number}"
+            return replace(block, id=native_id(self.format.call_ids, known, block.name, number))
+
+        blocks = [named(block) if isinstance(block, ToolCall) else block for block in blocks]
+        text = assistant_text(self.format, self._renderer.guard, blocks, state, made)
         return tuple(self.tokenizer.encode_trusted(text + self._end(blocks)))
 
     def encode_raw(self, text: str) -> tuple[int, ...]:
@@ -118,8 +129,9 @@ class Family:
         wanted.append((call.open or (section.open if section else ""), "tool_call_start"))
         wanted.append((call.close or (section.close if section else ""), "tool_call_end"))
         wanted += [(frames.ends[0], "thinking_end")] if frames else []
+        before = self.tokenizer.encode("x")[-1]  # words stand before them, not the start of a text
         found: list[tuple[tuple[int, ...], BoundaryKind]] = [
-            (tuple(self.tokenizer.encode_trusted(text)), kind) for text, kind in wanted if text
+            (tuple(self.tokenizer.encode_trusted(text, after=before)), kind) for text, kind in wanted if text
         ]
         found += [((token,), "turn_end") for token in self.stop_tokens]
         return tuple(found)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
-from parsers.conversation import Block, Conversation, Text, Tool, ToolCall, ToolOutput, Turn
+from parsers.conversation import Block, Conversation, Sampled, Text, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import CallIds, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
 from parsers.plain_schema import plain_schema
 from parsers.prompt import TurnKind
 from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
 
+NINE = re.compile("[A-Za-z0-9]{9}")
 ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunks"]
 Calls = Literal["template", "rewritten", "rewritten_bare", "content"]
 Message = dict[str, object]
@@ -50,10 +52,13 @@ class Traits:
     system: Literal["anywhere", "first", "in_user"] = "first"
     """Where system turns may come. "in_user": the template has no place for system text, or one that moves as the
     conversation grows; the first user turn begins with it."""
+    tools_move: bool = False
+    """The template tells of tools before the last user turn, wherever that is. They stay before the first one instead,
+    or each query would have all of the conversation read again."""
     users_in_a_row: bool = True
     """User turns may follow each other."""
-    openers: Mapping[tuple[bool, bool], str] = field(default_factory=dict)
-    """What follows the assistant header in the generation prompt, by (thinking, behind tool outputs)."""
+    users_behind_outputs: bool = True
+    """A user turn may follow tool outputs."""
     stub: str = ""
     """What stands between header and text where thinking was dropped."""
 
@@ -75,8 +80,8 @@ class Plan:
 
     messages: list[Message] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    refused: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
-    """(turn, text) of turns that the template refuses, by the item before which they stand."""
+    refused: dict[int, list[tuple[TurnKind, int, str]]] = field(default_factory=dict)
+    """(kind, turn, text) of turns that the template refuses, by the item before which they stand."""
 
     def add(self, item: Item, message: Message) -> None:
         self.items.append(item)
@@ -84,14 +89,20 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for one checkpoint."""
+    """Makes plans for one checkpoint. ``written_ids``: what the model wrote as the ids of a sampled turn's calls."""
 
-    def __init__(self, wire_format: Format, guard: Guard, traits: Traits) -> None:
-        self._format, self._guard, self._traits = wire_format, guard, traits
+    def __init__(
+        self, wire_format: Format, guard: Guard, traits: Traits, written_ids: Callable[[Sampled], Sequence[str]]
+    ) -> None:
+        self._format, self._guard, self._traits, self._written_ids = wire_format, guard, traits, written_ids
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
         """The tools that the template is told of."""
-        return self._described(tools) if self._traits.declares_tools else []
+        return self._described(tools) if self._traits.declares_tools and not self._traits.tools_move else []
+
+    def moved_tools(self, tools: Sequence[Tool]) -> tuple[list[Message], list[dict[str, object]]]:
+        """Messages and tools for the shortest prompt that tells of them."""
+        return [{"role": "user", "content": self._marked("x", USER)}], self._described(tools)
 
     def plan(self, conversation: Conversation) -> Plan:
         """Raises RenderError."""
@@ -182,25 +193,30 @@ class _Planning:
         self._first = ""  # system text that waits for the first user turn
         if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
             self._system(-1, planner._system("", conversation.tools))
-        for index, turn in enumerate(conversation.turns):
-            self._turn(index, turn)
+        for outputs, run in groupby(enumerate(conversation.turns), lambda one: _has_outputs(one[1])):
+            if outputs:
+                self._outputs([(index, *one) for index, turn in run for one in _outputs(turn)])
+            else:
+                for index, turn in run:
+                    self._turn(index, turn)
 
     def _turn(self, index: int, turn: Turn) -> None:
         planner, plan = self._planner, self.plan
-        if any(isinstance(block, ToolOutput) for block in turn.blocks):
-            self._outputs(index, turn)
-        elif turn.role == "assistant":
+        if turn.role == "assistant":
             self._assistant(index, turn)
         elif turn.role != "system":
-            self._user(index, planner._marked(planner._content(turn), USER))
+            self._user(index, planner._content(turn))
         elif index == 0:
             self._system(index, planner._system(planner._content(turn), self._conversation.tools))
         elif self._traits.system == "anywhere":
             content = planner._marked(planner._content(turn), SYSTEM)
             plan.add(Item("system", index), {"role": "system", "content": content})
         else:
-            text = planner._guard.text(planner._content(turn))
-            plan.refused.setdefault(len(plan.items), []).append((index, text))
+            self._refused("system", index, planner._content(turn))
+
+    def _refused(self, kind: TurnKind, index: int, text: str) -> None:
+        refused = self.plan.refused.setdefault(len(self.plan.items), [])
+        refused.append((kind, index, self._planner._guard.text(text)))
 
     def _system(self, index: int, content: str) -> None:
         if self._traits.system == "in_user":
@@ -209,9 +225,12 @@ class _Planning:
         else:
             self.plan.add(Item("system", index), {"role": "system", "content": content})
 
-    def _user(self, index: int, content: str) -> None:
+    def _user(self, index: int, text: str) -> None:
         plan = self.plan
-        content, self._first = self._first + content, ""
+        if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind == "tool_output":
+            self._refused("user", index, text)
+            return
+        content, self._first = self._first + self._planner._marked(text, USER), ""
         if not self._traits.users_in_a_row and plan.items and plan.items[-1].kind == "user":
             plan.items.append(Item("user", index))
             plan.messages[-1]["content"] = f"{plan.messages[-1]['content']}\n\n{content}"
@@ -221,8 +240,10 @@ class _Planning:
     def _assistant(self, index: int, turn: Turn) -> None:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         made = []
-        for call in calls:
-            made.append(_Made(call, self._count, _native(self._format.call_ids, call, self._count)))
+        written = self._planner._written_ids(turn.sampled) if turn.sampled else ()
+        for number, call in enumerate(calls):
+            identity = native_id(self._format.call_ids, call.id, call.name, self._count)
+            made.append(_Made(call, self._count, written[number] if len(written) == len(calls) else identity))
             self._made[call.id] = made[-1]
             self._count += 1
         first = self._count - len(calls)
@@ -251,17 +272,17 @@ class _Planning:
                 return
             yield from ((later, output, texts) for output, texts in _outputs(turn) if output.call_id == call_id)
 
-    def _outputs(self, index: int, turn: Turn) -> None:
-        outputs = _outputs(turn)
-        for output, _ in outputs:
+    def _outputs(self, outputs: list[tuple[int, ToolOutput, list[str]]]) -> None:
+        """Those that follow each other, in the order of their calls: many families have nothing else that tells which
+        is whose."""
+        for index, output, _ in outputs:
             if output.call_id not in self._made:
                 raise RenderError(
                     f"turn {index} has the output of call {output.call_id!r}, which no earlier turn has made: "
                     f"{output.text[:80]!r}"
                 )
-        if self._format.result_order:
-            outputs.sort(key=lambda pair: self._made[pair[0].call_id].number)
-        for output, texts in outputs:
+        outputs.sort(key=lambda one: self._made[one[1].call_id].number)
+        for index, output, texts in outputs:
             if (index, output.call_id) not in self._early:
                 self._add_output(index, output.call_id, texts)
 
@@ -272,6 +293,10 @@ class _Planning:
 
 def _begins_with_system(conversation: Conversation) -> bool:
     return bool(conversation.turns) and conversation.turns[0].role == "system"
+
+
+def _has_outputs(turn: Turn) -> bool:
+    return any(isinstance(block, ToolOutput) for block in turn.blocks)
 
 
 def _outputs(turn: Turn) -> list[tuple[ToolOutput, list[str]]]:
@@ -287,9 +312,11 @@ def _outputs(turn: Turn) -> list[tuple[ToolOutput, list[str]]]:
     return outputs
 
 
-def _native(kind: CallIds, call: ToolCall, number: int) -> str:
+def native_id(kind: CallIds, call_id: str, name: str, number: int) -> str:
+    """The family's own id for a call; ``number`` counts calls over the conversation."""
     if kind == "numbered":
-        return f"functions.{call.name}:{number}"
-    if kind == "nine" and not re.fullmatch("[A-Za-z0-9]{9}", call.id):
-        return hashlib.blake2b(call.id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
-    return call.id
+        return f"functions.{name}:{number}"
+    if kind == "nine" and not NINE.fullmatch(call_id):
+        known = (call_id or str(number)).encode("utf-8", "replace")
+        return hashlib.blake2b(known, digest_size=8).hexdigest()[:9]
+    return call_id

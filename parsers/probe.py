@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
@@ -117,9 +117,10 @@ class _Examination:
     def fit(self) -> Fit:
         """Raises Mismatch, RenderError."""
         traits = self._head()
-        traits = replace(traits, openers=self._openers(traits))
+        self._check_openers(traits, _conversation(0))
         traits, score = self._calls(traits)
-        traits = replace(traits, openers={**traits.openers, **self._openers(traits, 1)}, stub=self._stub(traits))
+        self._check_openers(traits, _conversation(1))
+        traits = replace(traits, stub=self._stub(traits))
         traits = self._odd_turns(traits)
         renderer = self._renderer(traits)
         return Fit(renderer, _probe(renderer), score)
@@ -141,7 +142,8 @@ class _Examination:
             if not declares and self._format.tools_text is None:
                 raise Mismatch("the template does not declare tools")
             if all(self._in_front(one) for one in (text, longer)):
-                return replace(traits, declares_tools=declares)
+                moves = declares and self._move(text, longer)
+                return replace(traits, declares_tools=declares, tools_move=moves)
             refusal = RenderError("the chat template has no place for system text")
         raise refusal
 
@@ -150,17 +152,19 @@ class _Examination:
         system, user = text.find(SYSTEM), text.find(USER)
         return 0 <= system < user and text.count(SYSTEM) == 2
 
-    def _openers(self, traits: Traits, steps: int = 0) -> Mapping[tuple[bool, bool], str]:
-        """What the generation prompt has behind the assistant header."""
-        renderer, found = self._renderer(traits), {}
+    def _move(self, text: str, longer: str) -> bool:
+        """Do the tools stand before the last user turn, in a message of their own?"""
+        own = any(header in text for header in self._format.turns.others)
+        return own and visible(longer).find(_TOOL.description) > len(visible(longer[: longer.find(USER)]))
+
+    def _check_openers(self, traits: Traits, conversation: Conversation) -> None:
+        """Is it understood what the generation prompt has behind the assistant header? Raises Mismatch."""
         for thinking in (True, False):
-            last = renderer.blocks(_conversation(steps), thinking)[-1]
+            last = self._renderer(traits).blocks(conversation, thinking)[-1]
             if not last.assistant:
                 raise Mismatch(f"the generation prompt has no {self._format.turns.assistant.open!r}")
             if not self._understood(last.body):
                 raise Mismatch(f"the generation prompt ends with {last.body!r}, which is not understood")
-            found[thinking, not last.header] = last.body
-        return found
 
     def _understood(self, opener: str) -> bool:
         think, answer = self._format.think, self._format.answer
@@ -275,6 +279,8 @@ class _Examination:
             traits = replace(traits, one_call=True)
         if not self._renders(traits, replace(first, turns=(*first.turns, _user("More.")))):
             traits = replace(traits, users_in_a_row=False)
+        if not self._renders(traits, replace(loop, turns=(*loop.turns, _user("More.")))):
+            traits = replace(traits, users_behind_outputs=False)
         extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), _user("And?"))
         anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))

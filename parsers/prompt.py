@@ -39,13 +39,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the engine reads. ``thinking_open``: the generation prompt ends inside the thinking."""
+    """What the engine reads. ``thinking_open``: the generation prompt ends inside the thinking. ``opener``: the ids
+    behind its assistant header."""
 
     ids: tuple[int, ...]
     spans: tuple[Span, ...]
     thinking_open: bool
     thinking: bool
     effort: Effort | None = None
+    opener: tuple[int, ...] = ()
 
 
 class Edges:

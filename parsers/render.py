@@ -1,13 +1,15 @@
 """Conversation to tokens with spans.
 
 The checkpoint's template writes the text, ``turns`` finds the turns in it, and marks show which content of which turn
-each of them holds. Each turn is written from the template's text, with two exceptions.
+each of them holds. Each turn is written from the template's text, with these exceptions.
 
-* **Splice.** An assistant turn with known tokens becomes header + all of them where the template keeps its thinking
-  (with the opener the generation prompt would have had), header + the tokens after its thinking where it drops it. The
-  rendering itself shows which. What the template writes as the end of the turn follows.
-* **In place.** A ``system`` turn in mid-conversation that the template refuses, and an assistant turn that it cannot
-  write without loss (``Traits.calls``), are written by the format where the template has their place.
+* **Splice.** An assistant turn with known tokens becomes header + all of them where the template keeps its thinking, or
+  it has none (with the opener that stood before them in the prompt), header + the tokens after its thinking where it
+  drops it. The rendering itself shows which. What the template writes as the end of the turn follows.
+* **In place.** A ``system`` turn in mid-conversation or a user turn behind outputs that the template refuses, and an
+  assistant turn that it cannot write without loss (``Traits.calls``), are written by the format where the template has
+  their place.
+* **Tools** that the template would move to the last query stay with the first one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from parsers.prompt import Edges, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.template import TemplateRefusal
 from parsers.tokens import Tokenizer
 from parsers.turns import Block, Finder, Part, Parts, common
-from parsers.write import ThinkingState, assistant_text
+from parsers.write import ThinkingState, assistant_text, thinking_of
+from parsers.written_ids import WrittenIds
 
 __all__ = ["Prompt", "RenderError", "Renderer", "Span", "SpanKind", "Traits"]
 
@@ -46,18 +49,20 @@ class Renderer:
         self.format = wire_format
         self.traits = traits
         self.guard = Guard((*tokenizer.control, *_structure(wire_format)))
-        self._planner = Planner(wire_format, self.guard, traits)
+        self._written = WrittenIds(wire_format)
+        self._planner = Planner(wire_format, self.guard, traits, self.written_ids)
         self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
         self._tokenizer, self._template = tokenizer, template
         self._edges = Edges(tokenizer.control)
         self._control_text = re.compile(alternatives(tokenizer.control))
         self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
         self._known: OrderedDict[bytes, tuple[tuple[int, int, SpanKind], ...]] = OrderedDict()
+        self._ids: OrderedDict[tuple[int, ...], Sequence[str]] = OrderedDict()
 
     def with_traits(self, traits: Traits) -> Renderer:
         """The same for other traits; what knows the vocabulary is shared."""
         other = copy(self)
-        other.traits, other._planner = traits, Planner(self.format, self.guard, traits)
+        other.traits, other._planner = traits, Planner(self.format, self.guard, traits, self.written_ids)
         return other
 
     @property
@@ -67,8 +72,8 @@ class Renderer:
 
     @property
     def identity(self) -> bytes:
-        """16 bytes that are the same for the same format, tokenizer and template."""
-        parts = (self.format.name.encode(), self._tokenizer.identity, self._template.source.encode())
+        """16 bytes that are the same for the same format, tokenizer and template, and way of remembering tokens."""
+        parts = (b"openers", self.format.name.encode(), self._tokenizer.identity, self._template.source.encode())
         return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
     def text(self, conversation: Conversation, thinking: bool = True, effort: Effort | None = None) -> str:
@@ -98,13 +103,13 @@ class Renderer:
         _Rendering(self, conversation, plan, writer).write(blocks)
         start = writer.place()
         writer.text(last.header)
-        writer.cut()
+        behind_header = writer.cut()
         writer.text(last.body)
         writer.span(start, "generation_prompt", -1)
         ids, spans = writer.finish()
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
-        return Prompt(ids, spans, thinking_open, thinking, effort)
+        return Prompt(ids, spans, thinking_open, thinking, effort, ids[behind_header:])
 
     def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> str:
         variables = self.format.switches.variables(thinking, effort)
@@ -112,6 +117,17 @@ class Renderer:
             return self._template.render(plan.messages, self._planner.tools(conversation.tools), variables)
         except TemplateRefusal as refusal:
             raise RenderError(f"the chat template refuses this conversation: {refusal}") from refusal
+
+    def moved_tools(self, conversation: Conversation) -> str:
+        """What tells of tools, where the template would move it."""
+        if not self.traits.tools_move or not conversation.tools:
+            return ""
+        turns = self.format.turns
+        text = self._template.render(
+            *self._planner.moved_tools(conversation.tools), self.format.switches.variables(True)
+        )
+        begin = min(at for header in turns.others if (at := text.find(header)) >= 0)
+        return text[begin : text.index(turns.user.open, begin)]
 
     def blank(self, text: str) -> bool:
         """Are there only control tokens and white space?"""
@@ -128,6 +144,17 @@ class Renderer:
         return known
 
     def _parts_of(self, ids: Sequence[int], thinking_open: bool) -> tuple[tuple[int, int, SpanKind], ...]:
+        text, starts = self._sampled_text(ids)
+        body = text[: self._finder.end(text)[0]]
+        parts = self._parts.of(body, thinking_open)
+
+        def position(offset: int) -> int:
+            return bisect_right(starts, len(visible(body[:offset]).encode())) - 1
+
+        return tuple((position(part.start), position(part.end), part.kind) for part in parts)
+
+    def _sampled_text(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text in which only control tokens read as such, and where each token begins, in visible bytes."""
         text, starts, run = "", [0], b""
         control = self._tokenizer.control
         for token in ids:
@@ -137,14 +164,18 @@ class Renderer:
             else:
                 run += piece
             starts.append(starts[-1] + len(piece))
-        text += self.guard.text(run.decode("utf-8", "replace"))
-        body = text[: self._finder.end(text)[0]]
-        parts = self._parts.of(body, thinking_open)
+        return text + self.guard.text(run.decode("utf-8", "replace")), starts
 
-        def position(offset: int) -> int:
-            return bisect_right(starts, len(visible(body[:offset]).encode())) - 1
-
-        return tuple((position(part.start), position(part.end), part.kind) for part in parts)
+    def written_ids(self, sampled: Sampled) -> Sequence[str]:
+        """What the model wrote as ids of its calls, one for each; nothing where the family has none of its own."""
+        if self.format.call_ids == "any":
+            return ()
+        known = self._ids.get(sampled.ids)
+        if known is None:
+            known = self._ids[sampled.ids] = self._written.of(self._sampled_text(sampled.ids)[0])
+            if len(self._ids) > _KNOWN_PARTS:
+                self._ids.popitem(last=False)
+        return known
 
 
 class _Rendering:
@@ -155,7 +186,8 @@ class _Rendering:
         self._format, self._traits = renderer.format, renderer.traits
         self._finder = renderer._finder
         self._position = 0
-        self._tools_found = not conversation.tools
+        self._moved = renderer.moved_tools(conversation)
+        self._tools_found = not conversation.tools or bool(self._moved)
         names = (renderer.guard.text(tool.name) for tool in conversation.tools[:1])
         self._tool_name = next(names, "")
 
@@ -174,6 +206,15 @@ class _Rendering:
         if self._position != len(self._plan.items):
             raise RenderError(f"the chat template left out turn {self._plan.items[self._position].turn}")
         self._refused()
+        self._tell_tools()
+
+    def _tell_tools(self) -> None:
+        """What the template would tell of tools elsewhere."""
+        if self._moved:
+            start = self._writer.place()
+            self._writer.text(self._moved)
+            self._writer.span(start, "tools", -1)
+            self._moved = ""
 
     def _next_begins(self) -> bool:
         """Does another assistant turn follow directly?"""
@@ -195,13 +236,13 @@ class _Rendering:
         opened again."""
         turns, writer = self._format.turns, self._writer
         refused = self._plan.refused.get(self._position, ())
-        pair = turns.system if turns.system.open else turns.user
         if refused and between:
             writer.text(turns.tools.close + turns.tail)
-        for turn, text in refused:
+        for kind, turn, text in refused:
+            pair = turns.system if kind == "system" and turns.system.open else turns.user
             start = writer.place()
             writer.text(f"{pair.open}{text}{pair.close}{turns.tail}")
-            writer.span(start, "system", turn)
+            writer.span(start, kind, turn)
         if refused and between:
             writer.text(turns.tools.open)
 
@@ -233,6 +274,8 @@ class _Rendering:
     def _piece(self, text: str, item: Item | None) -> None:
         writer = self._writer
         start = writer.place()
+        if item and (item.kind == "user" or self._traits.system == "in_user"):
+            self._tell_tools()
         if item and item.kind == "system" and not self._tools_found and self._tool_name in text:
             self._with_tools(text)
         else:
@@ -285,7 +328,7 @@ class _Rendering:
             return body
         kept = THOUGHT in body
         blocks = [block for block in item.blocks if kept or not isinstance(block, Thinking)]
-        stub = "" if kept else common(self._traits.stub, body)
+        stub = "" if kept else self._stub(body)
         state: ThinkingState = "unopened" if kept else "closed"
         return stub + assistant_text(self._format, self._renderer.guard, blocks, state, item.first_call)
 
@@ -308,8 +351,9 @@ class _Rendering:
 
     def _splice(self, header: str, sampled: Sampled, item: Item, body: str, closing: str, tail: str) -> None:
         writer, end = self._writer, sampled.thinking_end
-        ids = sampled.ids if THOUGHT in body or not end else sampled.ids[end:]
-        dropped = end > 0 and THOUGHT not in body
+        thought = end > 0 and thinking_of(self._conversation.turns[item.turn].blocks).strip()
+        dropped = bool(thought) and THOUGHT not in body
+        ids = sampled.ids[end:] if dropped else sampled.ids
         if not (dropped and self._repeats(header, ids)):
             start = writer.place()
             writer.text(header)
@@ -317,12 +361,9 @@ class _Rendering:
         writer.cut()
         opened = writer.place()
         if dropped:
-            writer.text(common(self._traits.stub, body) + sampled.thinking_rest)
-        elif end:
-            writer.text(self._opener(header, sampled))
+            writer.text(self._stub(body) + sampled.thinking_rest)
         else:
-            off = self._traits.openers.get((False, not header), "")
-            writer.text(off if body.startswith(off) else "")
+            writer.tokens(sampled.opener)
         begin = writer.cut()
         if ids and self._renderer._ends.get(ids[-1], closing) != closing:
             ids = ids[:-1]  # ended by another stop token: history has the template's own end
@@ -332,6 +373,12 @@ class _Rendering:
             until = begin + (min(end, len(ids)) if kind == "thinking" and end else end_at)
             writer.span(first, kind, item.turn, writer.token_place(until))
         writer.text(tail if self._closed(ids, closing) else closing + tail)
+
+    def _stub(self, body: str) -> str:
+        """What the template writes where it dropped thinking."""
+        stub = self._traits.stub
+        shared = common(stub, body)
+        return shared if len(shared) >= len(stub.rstrip()) else ""
 
     def _closed(self, ids: Sequence[int], closing: str) -> bool:
         tokenizer = self._renderer._tokenizer
@@ -345,18 +392,6 @@ class _Rendering:
             return False
         wanted = self._renderer._tokenizer.encode_trusted(header)
         return list(ids[: len(wanted)]) == wanted
-
-    def _opener(self, header: str, sampled: Sampled) -> str:
-        """What stood in the generation prompt before thinking that was sampled: its opener, unless the model wrote it
-        itself."""
-        think = self._format.think
-        if think is None:
-            return ""
-        opener = self._traits.openers.get((True, not header), "")
-        written = self._renderer._tokenizer.decode(sampled.ids[: 4 + len(think.open)]).lstrip().startswith(think.open)
-        if think.open in opener:
-            return opener.partition(think.open)[0] if written else opener
-        return opener if written else opener + think.open + think.inner
 
 
 def _structure(wire_format: Format) -> Iterator[str]:

@@ -111,9 +111,11 @@ def call_text(call: Call, one: _Numbered) -> str:
 def _framed(wire_format: Format, frames: Frames, thinking: str, groups: Sequence[str | list[_Numbered]]) -> str:
     """Messages; the first has its start in the prompt, and the last ends with the turn unless its call ends that."""
     messages = [(frames.thinking, thinking, frames.ends[0])] if thinking else []
-    for group in groups:
+    for number, group in enumerate(groups):
         if isinstance(group, str):
-            messages.append((frames.text, group, frames.ends[0]))
+            before_call = any(not isinstance(later, str) for later in groups[number:])
+            header = frames.preamble if before_call and frames.preamble else frames.text
+            messages.append((header, group, frames.ends[0]))
             continue
         for one in group:
             header = frames.call.replace("{name}", one.call.name)

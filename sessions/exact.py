@@ -46,6 +46,7 @@ class Entry:
     ids: bytes
     thinking_end: int
     thinking_rest: str
+    opener: tuple[int, ...]
     branch: str
     names: tuple[bytes, ...]
     before: bytes
@@ -74,7 +75,15 @@ class Journal:
         self._next = max(self._next, number + 1)
         packed = pack(sampled.ids)
         entry = Entry(
-            turn.blocks, described, packed, sampled.thinking_end, sampled.thinking_rest, branch, names, before
+            turn.blocks,
+            described,
+            packed,
+            sampled.thinking_end,
+            sampled.thinking_rest,
+            sampled.opener,
+            branch,
+            names,
+            before,
         )
         self._entries[number] = entry
         self._changed.add(number)
@@ -105,7 +114,7 @@ class Journal:
             entry = self._entries[number]
             if same_turn(entry.blocks, turn.blocks, schemas):
                 self._entries.move_to_end(number)
-                sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest)
+                sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest, entry.opener)
                 exact = Turn("assistant", _with_ids_of(entry.blocks, turn), sampled)
                 return Restored(exact, entry.digest, entry.names[-1], "exact")
         return Restored(turn, turn_digest(turn), link, "edited")
@@ -128,14 +137,17 @@ def next_link(before: bytes, key: bytes) -> bytes:
     return digest("link", before, key)
 
 
-def sampled_turn(ids: Sequence[int], blocks: Sequence[Block], boundaries: Sequence[Boundary]) -> Sampled:
-    """What was sampled, with the end of its thinking. Thinking that never ended is all of the tokens."""
+def sampled_turn(
+    ids: Sequence[int], blocks: Sequence[Block], boundaries: Sequence[Boundary], opener: tuple[int, ...]
+) -> Sampled:
+    """What was sampled behind ``opener``, with the end of its thinking. Thinking that never ended is all of the
+    tokens."""
     for boundary in boundaries:
         if boundary.kind == "thinking_end":
             straddling = 0 if boundary.exact else 1
-            return Sampled(tuple(ids), boundary.token + straddling, boundary.rest)
+            return Sampled(tuple(ids), boundary.token + straddling, boundary.rest, opener)
     endless = any(isinstance(block, Thinking) for block in blocks)
-    return Sampled(tuple(ids), len(ids) if endless else 0)
+    return Sampled(tuple(ids), len(ids) if endless else 0, "", opener)
 
 
 def _own_names(turn: Turn) -> tuple[bytes, ...]:

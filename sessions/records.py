@@ -135,7 +135,8 @@ def _line(session: Session, record: RequestRecord) -> dict[bytes, bytes]:
 
 def _pack_entry(entry: Entry) -> bytes:
     blocks = [_pack_block(block) for block in entry.blocks]
-    return pack_value([blocks, entry.thinking_end, entry.thinking_rest, entry.before.hex(), entry.branch], entry.ids)
+    fields = [blocks, entry.thinking_end, entry.thinking_rest, entry.opener, entry.before.hex(), entry.branch]
+    return pack_value(fields, entry.ids)
 
 
 def _pack_block(block: Block) -> tuple[object, ...]:
@@ -179,8 +180,8 @@ def wake(session: Session, values: Mapping[bytes, bytes]) -> None:
         for known in session.branches.values():
             _wake_branch(known, values)
         for number, value in _numbered(values, b"journal"):
-            (blocks, thinking_end, rest, before, branch), ids = unpack_value(value)
-            sampled = Sampled(unpack(ids), thinking_end, rest)
+            (blocks, thinking_end, rest, opener, before, branch), ids = unpack_value(value)
+            sampled = Sampled(unpack(ids), thinking_end, rest, tuple(opener))
             session.journal.record([_block(*b) for b in blocks], sampled, bytes.fromhex(before), branch, number)
         session.journal.changes()
         records = [RequestRecord(**unpack_value(value)[0]) for _, value in _numbered(values, b"request")]

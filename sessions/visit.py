@@ -174,7 +174,7 @@ class Visit:
             return
         asked = self._asked(prompt)
         answered = _answered(asked, sampled, blocks) if sampled or blocks else None
-        exact = sampled_turn(sampled, blocks, boundaries)
+        exact = sampled_turn(sampled, blocks, boundaries, prompt.opener)
         remember(Finished(self._place, asked, answered, tuple(blocks), exact, report, complete))
         if answered is not None and complete and self.kind == "main" and sampled:
             turn = Turn("assistant", tuple(blocks), exact)

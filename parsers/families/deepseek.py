@@ -107,7 +107,6 @@ V32 = replace(
     call=_dsml("function_calls", ""),
     result=Result("\n", "<result>", "</result>", inner=""),
     encoder="deepseek_v32",
-    result_order=True,
 )
 
 _EFFORTS: tuple[Effort, ...] = ("low", "high", "max")
@@ -120,6 +119,7 @@ V4 = replace(
     call=_dsml("tool_calls", ""),
     result=Result("\n\n", "<tool_result>", "</tool_result>", inner=""),
     switches=Switches(
+        always={"drop_thinking": False},
         on={"thinking": True},
         off={"thinking": False},
         efforts={level: {"reasoning_effort": level} for level in _EFFORTS},

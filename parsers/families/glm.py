@@ -54,7 +54,6 @@ GLM53 = replace(
             "max": {"reasoning_effort": "max"},
         },
     ),
-    result_order=True,
 )
 
 LING3 = replace(

@@ -29,6 +29,7 @@ HARMONY = Format(
         call=" to=functions.{name}<|channel|>commentary json",
         call_end="<|call|>",
         tokens=("<|channel|>", "<|constrain|>"),
+        preamble="<|channel|>commentary",
     ),
     call=Call("", "", Json(), inner="", first="", between=""),
     result=Result("", "{name} to=assistant<|channel|>commentary<|message|>", "", inner=""),

@@ -83,5 +83,4 @@ K3 = Format(
         },
     ),
     encoder="kimi_k3",
-    result_order=True,
 )

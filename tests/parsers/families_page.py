@@ -31,7 +31,7 @@ that is, and why it is no other; `ft serve --family NAME` decides where that can
 served where its tokenizer has a `response_template`.
 
 What survives a new user turn is the template's doing, so it is found anew for each checkpoint. The table says what was
-found with our encoders and with the templates of our tests; where we have none, it says nothing.
+found with our encoders and with the templates of our tests.
 
 """
 
@@ -42,21 +42,20 @@ def page() -> str:
 
 def probes() -> Iterator[tuple[str, Probe]]:
     for known in FORMATS:
-        encoder = _encoder(known)
-        if encoder is not None:
-            found = machine(known.name)
-            try:
-                yield known.name, examine(found.format, found.tokenizer, encoder).probe
-            except Mismatch as mismatch:
-                raise Mismatch(f"{known.name}: {mismatch}") from mismatch
+        found = machine(known.name)
+        try:
+            yield known.name, examine(found.format, found.tokenizer, encoder_of(known)).probe
+        except Mismatch as mismatch:
+            raise Mismatch(f"{known.name}: {mismatch}") from mismatch
 
 
-def _encoder(known: Format) -> Encoder | None:
+def encoder_of(known: Format) -> Encoder:
+    """Our encoder, or a template of the tests."""
     if known.encoder:
         return ENCODERS[known.encoder]
     files = [directory / f"{known.name}.jinja" for directory in TEMPLATES]
-    file = next((file for file in files if file.is_file()), None)
-    return ChatTemplate(file.read_text(encoding="utf-8"), {}) if file else None
+    file = next(file for file in files if file.is_file())
+    return ChatTemplate(file.read_text(encoding="utf-8"), {})
 
 
 if __name__ == "__main__":

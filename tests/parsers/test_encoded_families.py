@@ -109,7 +109,7 @@ def test_sampled_turns_are_spliced_behind_every_history(
     assert json.loads(made[2]) == json.loads(call("c").arguments)
     end = next((boundary.token for boundary in parsed.boundaries if boundary.kind == "thinking_end"), 0)
     blocks = (*((Thinking("Hm."),) if thinking else ()), Text("Ok."), call("c"))
-    later = (*turns, Turn("assistant", blocks, Sampled(tuple(sampled), end)), outputs("c"))
+    later = (*turns, Turn("assistant", blocks, Sampled(tuple(sampled), end, opener=prompt.opener)), outputs("c"))
     after = family.render(Conversation(later, (TOOL,)), thinking=thinking)
     assert after.ids[: len(prompt.ids) + len(sampled)] == (*prompt.ids, *sampled)
 

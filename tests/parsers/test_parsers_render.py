@@ -174,7 +174,7 @@ def sampled(family: Family, prompt: Prompt, blocks: tuple[Block, ...], text: str
     parsed = parse(family, ids, thinking_open=prompt.thinking_open)
     ends = [b for b in parsed.boundaries if b.kind == "thinking_end"]
     end = ends[0].token + (not ends[0].exact) if ends else 0
-    return Turn("assistant", blocks, Sampled(ids, end, ends[0].rest if ends else ""))
+    return Turn("assistant", blocks, Sampled(ids, end, ends[0].rest if ends else "", prompt.opener))
 
 
 @every
@@ -192,9 +192,7 @@ def test_sampled_turns_stay_a_prefix_and_lose_only_their_thinking(
     assert turn.sampled is not None
     loop = replace(first, turns=(*first.turns, turn, output("c1", more)))
     grown = family.render(loop, thinking=thinking)
-    if thinking or family.probe.opener_prefilled or family.format.think is None:
-        # (a template that has no place for "no thinking" in history loses that part of its generation prompt)
-        assert grown.ids[: len(prompt.ids) + len(turn.sampled.ids)] == prompt.ids + turn.sampled.ids
+    assert grown.ids[: len(prompt.ids) + len(turn.sampled.ids)] == prompt.ids + turn.sampled.ids
     # a new query: header and what came after the thinking, where the family strips it
     later = replace(loop, turns=(*loop.turns, user("Q2")))
     stripped = family.render(later, thinking=thinking)

@@ -119,13 +119,24 @@ class Machine:
 
 @cache
 def machine(name: str) -> Machine:
-    found = next(known for known in FORMATS if known.name == name).with_suffix(SUFFIX)
+    found = _format(name)
+    tokenizer = Loose(json.loads(vocabulary(name).to_str()))
+    return Machine(found, tokenizer, Wire.resolve(found, tokenizer), Guard(tokenizer.control))
+
+
+def _format(name: str) -> Format:
+    return next(known for known in FORMATS if known.name == name).with_suffix(SUFFIX)
+
+
+def vocabulary(name: str, *more: str) -> FastTokenizer:
+    """256 bytes, the format's control tokens, and ``more`` of them."""
+    found = _format(name)
     turns = found.turns
     headers = [
         edge for pair in (turns.system, turns.user, turns.assistant, turns.tools) for edge in (pair.open, pair.close)
     ]
     texts = "\n".join((*found.generated(), *headers))
-    special = dict.fromkeys((*_SPECIAL.findall(texts), *found.ends))
+    special = dict.fromkeys((*_SPECIAL.findall(texts), *found.ends, *more))
     visible = [tag for tag in _VISIBLE[_KIND.get(name, "text")] if tag in texts]
     letters = bytes_to_unicode()
     fast = FastTokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
@@ -134,8 +145,7 @@ def machine(name: str) -> Machine:
     fast.add_tokens(
         [AddedToken(token, special=token not in visible, normalized=False) for token in (*visible, *special)]
     )
-    tokenizer = Loose(json.loads(fast.to_str()))
-    return Machine(found, tokenizer, Wire.resolve(found, tokenizer), Guard(tokenizer.control))
+    return fast
 
 
 NAMES = tuple(known.name for known in FORMATS)

@@ -9,7 +9,7 @@ from sessions.exact import NAMESAKES, Journal, next_link, sampled_turn
 
 USER = next_link(b"", turn_digest(Turn("user", (Text("Hello"),))).key)
 OTHER = next_link(b"", turn_digest(Turn("user", (Text("Other"),))).key)
-IDS = Sampled((5, 6, 4_000_000_000, 7), 2, "rest")
+IDS = Sampled((5, 6, 4_000_000_000, 7), 2, "rest", (8, 9))
 CALLS = (
     Thinking("hm", "ftabc"),
     ToolCall("toolu_a1", "Bash", '{"command": "a"}'),
@@ -161,11 +161,11 @@ def test_an_entry_larger_than_the_journal_is_not_kept() -> None:
 def test_the_end_of_thinking() -> None:
     blocks = (Thinking("hm"), Text("Yes."))
     end = Boundary("thinking_end", 3)
-    assert sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_start", 0), end)).thinking_end == 3
-    straddling = sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_end", 2, False, "Yes"),))
+    assert sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_start", 0), end), ()).thinking_end == 3
+    straddling = sampled_turn((1, 2, 3, 4), blocks, (Boundary("thinking_end", 2, False, "Yes"),), ())
     assert (straddling.thinking_end, straddling.thinking_rest) == (3, "Yes")
-    assert sampled_turn((1, 2), (Thinking("hm"),), ()).thinking_end == 2
-    assert sampled_turn((1, 2), (Text("hm"),), ()).thinking_end == 0
+    assert sampled_turn((1, 2), (Thinking("hm"),), (), ()).thinking_end == 2
+    assert sampled_turn((1, 2), (Text("hm"),), (), (8, 9)) == Sampled((1, 2), 0, "", (8, 9))
 
 
 def test_digests_of_outputs_tell_errors_and_calls_apart() -> None:
