@@ -13,6 +13,7 @@ from parsers.conversation import Block, Text, Thinking, ToolCall
 from parsers.events import TextDelta, ToolArgsDelta
 from parsers.families.registry import FORMATS
 from parsers.format import Elements, Format, Literals
+from parsers.schema import is_json
 from parsers.source import Source, certain
 from tests.parsers.parsed import ANY_TEXT, JSON, TOOLS, TRICKY
 from tests.parsers.wire_support import NAMES, Machine, machine, respelled
@@ -55,7 +56,8 @@ def arguments(draw: st.DrawFn, found: Machine) -> dict[str, object]:
     text = clean(found, st.one_of(ANY_TEXT, TRICKY))
     tags = spelled_tags(found)
     nested = isinstance(found.format.call.codec, Elements)
-    value = st.integers(-9, 9) | text.filter(str.strip) if nested else JSON
+    untyped = text.filter(lambda one: bool(one.strip()) and not is_json(one.strip()))  # else it reads as what it spells
+    value = st.integers(-9, 9) | untyped if nested else JSON
     every = {
         "s": text,
         "t": st.sampled_from(
