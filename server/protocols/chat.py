@@ -13,7 +13,7 @@ from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from server.protocols.chat_events import ChatWriter, LogprobFormat
-from server.protocols.demands import AnswerFormat, ToolChoice, demand
+from server.protocols.demands import AnswerFormat, Grammar, ToolChoice, custom_tool, demand
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {
@@ -75,13 +75,32 @@ class _Call(Wire):
     type: Literal["function"] = "function"
     function: _Function
 
+    @property
+    def block(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class _Custom(Wire):
+    name: str = Field(min_length=1)
+    input: str
+
+
+class _CustomCall(Wire):
+    id: str = Field(min_length=1)
+    type: Literal["custom"]
+    custom: _Custom
+
+    @property
+    def block(self) -> ToolCall:
+        return ToolCall(self.id, self.custom.name, self.custom.input, freeform=True)
+
 
 class _Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Items[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Items[_Call] | None = None
+    tool_calls: Items[_Call | _CustomCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -95,6 +114,38 @@ class _FunctionTool(Wire):
 class _Tool(Wire):
     type: Literal["function"]
     function: _FunctionTool
+
+    @property
+    def tool(self) -> Tool:
+        function = self.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        return Tool(function.name, function.description or "", parameters, strict=bool(function.strict))
+
+
+class _PlainText(Wire):
+    type: Literal["text"]
+
+
+class _GrammarFormat(Wire):
+    type: Literal["grammar"]
+    grammar: Grammar
+
+
+class _CustomFields(Wire):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: Annotated[_PlainText | _GrammarFormat, Field(discriminator="type")] | None = None
+
+
+class _CustomTool(Wire):
+    type: Literal["custom"]
+    custom: _CustomFields
+
+    @property
+    def tool(self) -> Tool:
+        custom = self.custom
+        grammar = custom.format.grammar if isinstance(custom.format, _GrammarFormat) else None
+        return custom_tool(custom.name, custom.description, grammar)
 
 
 class _StreamOptions(Wire):
@@ -126,7 +177,7 @@ class _TemplateSwitches(Wire):
 class ChatRequest(Wire):
     model: str = Field(min_length=1)
     messages: Items[_Message]
-    tools: Items[_Tool] | None = None
+    tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -166,8 +217,9 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
     request = ChatRequest.model_validate(body)
     _refuse(request, body)
     max_tokens = request.max_completion_tokens or request.max_tokens
+    tools = tuple(tool.tool for tool in request.tools or ())
     return Inbound(
-        Conversation(_turns(request.messages), tuple(_tool(tool.function) for tool in request.tools or ())),
+        Conversation(_turns(request.messages), tools),
         Options(
             max_tokens=max_tokens,
             thinking=_thinks(request),
@@ -176,7 +228,7 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
                 request.tool_choice,
                 request.parallel_tool_calls is not False,
                 request.response_format.answer if request.response_format is not None else None,
-                {tool.function.name for tool in request.tools or ()},
+                {tool.name for tool in tools},
                 "response_format",
             ),
             stop=tuple(request.stop),
@@ -233,11 +285,6 @@ def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(out)
 
 
-def _tool(function: _FunctionTool) -> Tool:
-    parameters = function.parameters or {"type": "object", "properties": {}}
-    return Tool(function.name, function.description or "", parameters, strict=bool(function.strict))
-
-
 def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
     if not messages:
         raise invalid("messages: at least one message is required", "messages")
@@ -258,7 +305,7 @@ def _blocks(message: _Message, where: str) -> tuple[Block, ...]:
     return (
         *((Thinking(thinking),) if thinking else ()),
         *(Text(text) for text in texts if text),
-        *(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()),
+        *(call.block for call in message.tool_calls or ()),
     )
 
 

@@ -57,6 +57,7 @@ class ChatWriter:
         self._usage: dict[str, Any] = {}
         self._call = -1
         """Index of the latest tool call."""
+        self._freeform = False
 
     def begin(self, usage: Usage) -> list[Sse]:
         return [self._chunk({"role": "assistant", "content": ""})]
@@ -65,9 +66,9 @@ class ChatWriter:
         match event:
             case BlockStart(kind="tool_call"):
                 self._call += 1
-                function = {"name": event.name, "arguments": ""}
-                call = {"index": self._call, "id": event.id, "type": "function", "function": function}
-                return [self._chunk({"tool_calls": [call]})]
+                self._freeform = event.freeform
+                call = _called(event.id, event.name, "", event.freeform)
+                return [self._chunk({"tool_calls": [{"index": self._call, **call}]})]
             case BlockStart():
                 return []
             case BlockDelta():
@@ -103,8 +104,8 @@ class ChatWriter:
             case "thinking":
                 return [self._chunk({"reasoning_content": event.text})]
             case "tool_call":
-                call = {"index": self._call, "function": {"arguments": event.text}}
-                return [self._chunk({"tool_calls": [call]})]
+                piece = {"custom": {"input": event.text}} if self._freeform else {"function": {"arguments": event.text}}
+                return [self._chunk({"tool_calls": [{"index": self._call, **piece}]})]
 
     def _end(self, event: BlockEnd) -> None:
         match event.kind:
@@ -113,8 +114,7 @@ class ChatWriter:
             case "thinking":
                 self._thinking.append(event.text)
             case "tool_call":
-                function = {"name": event.name, "arguments": event.text}
-                self._calls.append({"id": event.id, "type": "function", "function": function})
+                self._calls.append(_called(event.id, event.name, event.text, event.freeform))
 
     def _finish(self, event: Finished) -> list[Sse]:
         self._finish_reason = _FINISH_REASONS[event.reason]
@@ -139,6 +139,12 @@ class ChatWriter:
         }
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         return "", {**chunk, "usage": None} if self._include_usage else chunk
+
+
+def _called(call_id: str, name: str, text: str, freeform: bool) -> dict[str, Any]:
+    if freeform:
+        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

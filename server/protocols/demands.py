@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from parsers.conversation import Tool
 from parsers.grammar import Calls, Demand
 from server.protocols.base import Items, Wire, invalid
 
@@ -44,6 +45,21 @@ class AllowedTools(Wire):
 
 
 ToolChoice = Literal["auto", "required", "none"] | ChosenTool | AllowedTools
+
+
+class Grammar(Wire):
+    """What a custom tool's input looks like."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+def custom_tool(name: str, description: str | None, grammar: Grammar | None) -> Tool:
+    """A tool that takes text; the model is told what that text must look like."""
+    if grammar is None:
+        return Tool(name, description or "", freeform=True)
+    told = f"{description or ''}\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}"
+    return Tool(name, told.strip(), freeform=True, grammar=(grammar.syntax, grammar.definition))
 
 
 class AnswerFormat(Wire):

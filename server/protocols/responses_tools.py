@@ -10,6 +10,7 @@ from pydantic import Field
 
 from parsers.conversation import Tool
 from server.protocols.base import Items, Wire, invalid
+from server.protocols.demands import Grammar, custom_tool
 
 
 class _FunctionTool(Wire):
@@ -24,10 +25,8 @@ class _PlainText(Wire):
     type: Literal["text"]
 
 
-class _Grammar(Wire):
+class _Grammar(Grammar):
     type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: str = Field(min_length=1)
 
 
 class _CustomTool(Wire):
@@ -97,8 +96,4 @@ def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
     if isinstance(item, _FunctionTool):
         parameters = item.parameters or {"type": "object", "properties": {}}
         return Tool(name, item.description or "", parameters, strict=bool(item.strict))
-    if not isinstance(item.format, _Grammar):
-        return Tool(name, item.description or "", freeform=True)
-    syntax, definition = item.format.syntax, item.format.definition
-    description = f"{item.description or ''}\n\nThe input follows this {syntax} grammar:\n{definition}"
-    return Tool(name, description.strip(), freeform=True, grammar=(syntax, definition))
+    return custom_tool(name, item.description, item.format if isinstance(item.format, _Grammar) else None)

@@ -48,6 +48,11 @@ def plain(tool: Any, **more: Any) -> dict[str, Any]:
 
 
 CUSTOM = {"type": "custom", "name": "say", "format": {"type": "grammar", "syntax": "regex", "definition": "ha+"}}
+CUSTOM_CHAT: Any = {
+    "type": "custom",
+    "custom": {"name": "say", "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "ha+"}}},
+}
+CUSTOM_CHOSEN: Any = {"type": "custom", "custom": {"name": "say"}}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]}
 CHOSEN = {"type": "function", "function": {"name": "clock"}}
 BOTH, BOTH_FLAT, BOTH_PLAIN = [WEATHER, CLOCK], [flat(WEATHER), flat(CLOCK)], [plain(WEATHER), plain(CLOCK)]
@@ -75,6 +80,8 @@ BOUND: list[tuple[tuple[str, dict[str, Any]], tuple[str, ...], tuple[str, ...]]]
     (responses(tools=BOTH_FLAT, tool_choice={**ALLOWED, "mode": "auto"}), ("clock",), ("weather",)),
     (responses(tools=[flat(STRICT)]), ("weather",), ()),
     (responses(tools=[CUSTOM]), ("say", "ha+"), ()),
+    (chat(tools=[CUSTOM_CHAT, CLOCK]), ("say", "ha+", "clock"), ()),
+    (chat(tools=[CUSTOM_CHAT, CLOCK], tool_choice=CUSTOM_CHOSEN), ("say", "ha+"), ("clock",)),
     (responses(text=TEXT), ("city",), ()),
     (responses(text={"format": {"type": "json_object"}}), ("%json",), ()),
     (messages(tools=BOTH_PLAIN, tool_choice={"type": "any"}), ("weather", "clock"), ()),
@@ -163,6 +170,26 @@ async def test_a_response_repeats_what_was_demanded(family: Family) -> None:
     assert answer.tool_choice.type == "function" and answer.tool_choice.name == "clock"
     assert answer.parallel_tool_calls is False and answer.text.format.type == "json_schema"
     assert [item.name for item in answer.output] == ["clock"]
+
+
+async def test_custom_tools_in_chat_completions(family: Family) -> None:
+    """Their calls come as text, in a stream too, and go back into the conversation as what they were."""
+    said = "<tool_call>\n<function=say>\n<parameter=input>\nhaaa\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    async with serving(family, f"</think>\n\n{said}") as server:
+        client = server.openai()
+        answer: Any = await client.chat.completions.create(model=MODEL, messages=[USER], tools=[CUSTOM_CHAT])
+        (called,) = answer.choices[0].message.tool_calls
+        assert called.type == "custom" and (called.custom.name, called.custom.input) == ("say", "haaa")
+        assert answer.choices[0].finish_reason == "tool_calls"
+        stream = await client.chat.completions.create(model=MODEL, messages=[USER], tools=[CUSTOM_CHAT], stream=True)
+        pieces = [piece async for chunk in stream for piece in chunk.choices[0].delta.tool_calls or ()]
+        inner = [piece.model_dump()["custom"] for piece in pieces]
+        assert inner[0] == {"name": "say", "input": ""} and "".join(one["input"] for one in inner) == "haaa"
+        output: Any = {"role": "tool", "tool_call_id": called.id, "content": "Heard."}
+        turn: Any = answer.choices[0].message.model_dump(exclude_none=True)
+        await client.chat.completions.create(model=MODEL, messages=[USER, turn, output], tools=[CUSTOM_CHAT])
+        prompt = family.tokenizer.decode(server.worker.requests[-1].tokens)
+        assert "<parameter=input>\nhaaa\n</parameter>" in prompt and "Heard." in prompt
 
 
 async def test_what_only_looks_like_a_call_is_none_where_a_grammar_was_followed(family: Family) -> None:
