@@ -27,6 +27,7 @@ from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
 from parsers.load import Family, FamilyError, load_family
 from server.app import create_app
 from server.front import BACKLOG, FrontConfig, Patience, Tls
+from server.history import Stored
 from server.script import Script, ScriptError
 from server.settings import LOOPBACK_HOSTS, ServerSettings
 from server.state import ServerState
@@ -106,6 +107,7 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             sessions=Sessions(family, max_sessions=settings.max_sessions, persist=persist),
             settings=_server_settings(settings, model),
             script=script,
+            history=Stored(persist),
         )
         patience = Patience(connections=_connections())
         api = _Api(FrontConfig(create_app(state), patience, tls, ws_max_size=settings.max_body))

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from server import control, endpoint, errors, metrics, openapi, upkeep, websocket
+from server import control, endpoint, errors, metrics, openapi, stored, upkeep, websocket
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
@@ -39,6 +40,12 @@ def create_app(state: ServerState) -> Starlette:
     def generation(protocol: WireProtocol) -> Handler:
         async def handle(request: Request) -> Response:
             return await endpoint.answer(request, state, protocol)
+
+        return handle
+
+    def kept(ask: Callable[[ServerState, Request], Any]) -> Handler:
+        async def handle(request: Request) -> Response:
+            return Json(ask(state, request))
 
         return handle
 
@@ -116,6 +123,10 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/responses", _no_upgrade, methods=["GET"]),
             Route("/v1/responses", generation(responses.reader(state.history)), methods=["POST"]),
             WebSocketRoute("/v1/responses", socket),
+            Route("/v1/responses/{id}", kept(stored.get)),
+            Route("/v1/responses/{id}", kept(stored.delete), methods=["DELETE"]),
+            Route("/v1/responses/{id}/input_items", kept(stored.input_items)),
+            Route("/v1/responses/{id}/cancel", kept(stored.cancel), methods=["POST"]),
             Route("/v1/chat/completions", generation(chat.reader(logprob_format(decode))), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),

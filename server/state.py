@@ -20,12 +20,13 @@ from sessions.tracker import Sessions
 
 @dataclass
 class Counters:
-    """Events since the start of the server; ``open_generations`` is a gauge and must return to 0 when idle.
-    ``host_tokens`` and ``disk_tokens`` are parts of ``resumed_tokens``."""
+    """Events since the start of the server; ``sockets`` are those over which Responses was spoken,
+    ``open_generations`` is a gauge and must return to 0 when idle. ``host_tokens`` and ``disk_tokens`` are parts of ``resumed_tokens``."""
 
     requests: int = 0
     errors: int = 0
     disconnects: int = 0
+    sockets: int = 0
     open_generations: int = 0
     prompt_tokens: int = 0
     resumed_tokens: int = 0

@@ -29,6 +29,7 @@ async def forget(state: ServerState, request: Request) -> Response:
         reply = await _ask(state, "store_forget", session=session)
         forgotten = float(reply.values.get("forgotten", 0))
     state.sessions.forget(session, request.state.namespace)
+    state.history.forget(session)
     await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     return Json({"id": session, "deleted": True, "forgotten": forgotten})
 
@@ -85,6 +86,7 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
     if state.keys.callers > 1:
         raise ApiError("forbidden", "several API keys share the store: forget sessions one by one")
     reply = await _store(state, "store_forget")
+    state.history.forget_all()
     sessions = state.sessions.forget_all()
     await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     await _store(state, "store_gc")

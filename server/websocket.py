@@ -39,6 +39,7 @@ _TOO_MUCH = 1008
 async def talk(websocket: WebSocket, state: ServerState, stored: History) -> None:
     """Until the client goes away, which ends what is being answered within a step."""
     await websocket.accept()
+    state.counters.sockets += 1
     requests = _Requests(state.settings.max_body_bytes)
     socket = _Socket(websocket, state, stored)
     answering = asyncio.create_task(socket.answer_all(requests))

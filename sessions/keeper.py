@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 _HABITS = digest("habits of harnesses")
 """Namespace of what is known about clients, whatever the model."""
+RESPONSES = digest("responses")
+"""Namespace of responses that are kept: text, and no tokens of a model."""
 _ELSEWHERE = 1 << 17
 """About so many names and keys of other models' sessions are remembered, 100 bytes each."""
 
@@ -45,7 +47,7 @@ class Keeper:
         of the most recently used."""
         found: set[bytes] = set()
         for group, head in reversed(self._persist.heads(b"")) if self._persist else ():
-            if len(found) >= _ELSEWHERE or group.startswith((self.identity, _HABITS)):
+            if len(found) >= _ELSEWHERE or group.startswith((self.identity, _HABITS, RESPONSES)):
                 continue
             found.add(group[len(self.identity) :])
             with contextlib.suppress(RecordError):  # it is looked at again by those whose tokens it has
@@ -91,7 +93,7 @@ class Keeper:
     def forget_all(self) -> int:
         """Whatever is kept, and whose; how many sessions that were."""
         gone = self._persist.drop_all() if self._persist else ()
-        return sum(not group.startswith(_HABITS) for group in gone)
+        return sum(not group.startswith((_HABITS, RESPONSES)) for group in gone)
 
     def habits(self) -> dict[str, Counts]:
         """How prompts of each harness diverge."""

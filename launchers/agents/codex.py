@@ -64,6 +64,7 @@ def configuration(server: RunningServer, catalog: Path) -> dict[str, Any]:
                 "stream_idle_timeout_ms": 3600000,
                 "stream_max_retries": 2,
                 "request_max_retries": 2,
+                "supports_websockets": True,
             }
         },
         # What is switched off needs a cloud, or costs the prompt thousands of tokens. The daemon would outlive Codex.

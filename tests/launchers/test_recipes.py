@@ -67,6 +67,7 @@ CODEX = {
             "stream_idle_timeout_ms": 3600000,
             "stream_max_retries": 2,
             "request_max_retries": 2,
+            "supports_websockets": True,
         }
     },
     "features": {
