@@ -20,8 +20,8 @@ from sessions.tracker import Sessions
 
 @dataclass
 class Counters:
-    """Events since the start of the server; ``sockets`` are those over which Responses was spoken,
-    ``open_generations`` is a gauge and must return to 0 when idle. ``host_tokens`` and ``disk_tokens`` are parts of ``resumed_tokens``."""
+    """Events since the start of the server. ``sockets`` are those over which Responses was spoken. ``open_generations``
+    is a gauge and must return to 0 when idle. ``host_tokens`` and ``disk_tokens`` are parts of ``resumed_tokens``."""
 
     requests: int = 0
     errors: int = 0
