@@ -36,8 +36,10 @@ _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ?")
 _COMPILER = re.compile(r"^failed to compile JSON schema: |^lexer error: ")
 _PLAIN = {
     "NoExtensionBias": "it allows nothing",
-    "fuel exhausted": "its patterns, or the lengths in it, take too much to be followed",
-    "too many expressions": "its patterns, or the lengths in it, take too much to be followed",
+    **dict.fromkeys(
+        ("fuel exhausted", "too many expressions", "lexer precomputation failed"),
+        "its patterns, or the lengths in it, take too much to be followed",
+    ),
 }
 """What some complaints mean."""
 

@@ -148,7 +148,9 @@ class _Turn:
             schema = {**FREEFORM_SCHEMA, "additionalProperties": False}
         if tool.grammar:
             syntax, definition = tool.grammar
-            pattern = regex_of_lark(definition) if syntax == "lark" else definition
+            ends = definition.endswith("$") and not definition.endswith(r"\$")
+            pattern = definition.removeprefix("^").removesuffix("$" if ends else "")
+            pattern = regex_of_lark(definition) if syntax == "lark" else pattern
             schema = {**schema, "properties": {"input": {"type": "string", "pattern": f"^(?:{pattern})$"}}}
         return Values(self.rules, schema, exact=tool.strict or tool.grammar is not None, never=self._enders())
 

@@ -83,9 +83,10 @@ class Parts:
             raise GrammarError("the schema is nested too deeply")
         self._deepest = max(depth, self._deepest)
         found: dict[str, Any] = {}
+        malformed = [key for key, value in schema.items() if not isinstance(value, _FORMS.get(key, object))]
+        if malformed:
+            raise GrammarError(f"the schema's {malformed[0]} is malformed")
         for key, value in schema.items():
-            if not isinstance(value, _FORMS.get(key, object)):
-                raise GrammarError(f"the schema's {key} is malformed")
             if key in _VERBATIM:
                 found[key] = value
             elif key in _OF_MEMBERS and isinstance(value, Mapping):

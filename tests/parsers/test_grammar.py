@@ -424,6 +424,12 @@ def test_a_lark_grammar_is_enforced_in_every_spelling(text: str, right: bool) ->
     assert accepts("qwen3_xml", grammar("qwen3_xml", (tool,), Demand("auto")), f"Hm.\n\n{xml(input=text)}") is right
 
 
+def test_a_regex_grammar_is_the_whole_input_with_anchors_or_without() -> None:
+    for definition in ("^ha+$", "ha+"):
+        text = grammar("qwen3_xml", (Tool("probe", freeform=True, grammar=("regex", definition)),), Demand("required"))
+        assert accepts("qwen3_xml", text, xml(input="haa")) and not accepts("qwen3_xml", text, xml(input="aha"))
+
+
 def chain(rules: int, times: int) -> str:
     """Rules that consist of the next one, so many times."""
     body = "\n".join(f"r{n}: {' '.join([f'r{n + 1}'] * times)}" for n in range(rules))
