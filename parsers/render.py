@@ -274,7 +274,7 @@ class _Rendering:
     def _piece(self, text: str, item: Item | None) -> None:
         writer = self._writer
         start = writer.place()
-        if item and (item.kind == "user" or self._traits.system == "in_user"):
+        if item and item.turn >= 0 and (item.kind == "user" or self._traits.system == "in_user"):
             self._tell_tools()
         if item and item.kind == "system" and not self._tools_found and self._tool_name in text:
             self._with_tools(text)

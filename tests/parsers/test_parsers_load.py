@@ -12,10 +12,12 @@ from threading import Thread
 import pytest
 
 from parsers.conversation import Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
-from parsers.load import Family, FamilyError, load_family
+from parsers.families.hermes import HERMES
+from parsers.load import Family, FamilyError, choose, load_family
 from parsers.template import ChatTemplate, TemplateMissing, TemplateRefusal
 from parsers.tokens import Tokenizer, TokenizerError
 from tests.parsers.parser_support import PLAIN_CHATML, TEMPLATES, TOOLS, checkpoint
+from tests.parsers.vocabularies import sentencepiece
 
 
 def test_families_are_recognised(families: Callable[[str], Family]) -> None:
@@ -214,3 +216,19 @@ def test_prompts_equal_those_of_transformers(
     prompt = families(name).render(Conversation(turns))
     assert families(name).tokenizer.decode(prompt.ids) == wanted
     assert list(prompt.ids) == reference.encode(wanted, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_watches_are_spelled_as_in_the_middle_of_a_text(kind: str) -> None:
+    """These vocabularies put a space before the start of one, which is no part of a delimiter."""
+    description = sentencepiece(kind)
+    for text in ("<|im_start|>", "<|im_end|>"):
+        token = description["model"]["vocab"][text] = len(description["model"]["vocab"])
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        description["added_tokens"].append({"id": token, "content": text, "special": True} | flags)
+    tokenizer = Tokenizer(description)
+    template = ChatTemplate((TEMPLATES / "hermes.jinja").read_text(encoding="utf-8"), {})
+    family = choose(tokenizer, [(HERMES, template)])
+    spelled = [tokenizer.decode(ids) for ids, kind in family.watches if kind != "turn_end"]
+    assert spelled == ["</think>", "<tool_call>", "</tool_call>"]
+    assert tuple(tokenizer.encode_trusted("x</think>")[-7:]) == family.watches[0][0]

@@ -82,11 +82,11 @@ def test_levels_of_known_families(wire_format: Format) -> None:
 @pytest.mark.parametrize(
     ("name", "effort", "expected"),
     [
-        ("deepseek_v4", "medium", {"thinking": True, "reasoning_effort": "low"}),
-        ("deepseek_v4", "xhigh", {"thinking": True, "reasoning_effort": "high"}),
-        ("deepseek_v41", "minimal", {"thinking": True, "reasoning_effort": 50}),
-        ("deepseek_v41", "xhigh", {"thinking": True, "reasoning_effort": 75}),
-        ("deepseek_v41", "max", {"thinking": True, "reasoning_effort": 100}),
+        ("deepseek_v4", "medium", {"drop_thinking": False, "thinking": True, "reasoning_effort": "low"}),
+        ("deepseek_v4", "xhigh", {"drop_thinking": False, "thinking": True, "reasoning_effort": "high"}),
+        ("deepseek_v41", "minimal", {"drop_thinking": False, "thinking": True, "reasoning_effort": 50}),
+        ("deepseek_v41", "xhigh", {"drop_thinking": False, "thinking": True, "reasoning_effort": 75}),
+        ("deepseek_v41", "max", {"drop_thinking": False, "thinking": True, "reasoning_effort": 100}),
         ("kimi_k3", "medium", {"thinking": True, "thinking_effort": "low"}),
         ("kimi_k3", None, {"thinking": True}),
         ("glm53", "none", {"clear_thinking": False, "reasoning_effort": "low"}),
