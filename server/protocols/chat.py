@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -13,6 +14,7 @@ from parsers.format import Effort
 from server.generate import Options
 from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
 from server.protocols.chat_events import ChatWriter, LogprobFormat
+from server.protocols.chat_legacy import LegacyWriter, modern
 from server.protocols.demands import AnswerFormat, Grammar, ToolChoice, custom_tool, demand
 from sessions.tracker import RequestMeta
 
@@ -25,7 +27,7 @@ _ROLES: dict[str, Role] = {
 }
 _MAX_BIASES = 1024
 _TOKEN_ID = re.compile("[0-9]{1,10}", re.ASCII)
-_NOT_YET = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+_NOT_YET = ("audio", "modalities", "prediction", "web_search_options")
 
 
 def _parts(value: object) -> object:
@@ -208,7 +210,9 @@ def reader(logprobs: LogprobFormat) -> WireProtocol:
     """The protocol; ``logprobs`` writes sampled tokens as text, which takes a tokenizer."""
 
     def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
-        return _read(body, headers, namespace, logprobs)
+        body, legacy = modern(body)
+        inbound = _read(body, headers, namespace, logprobs)
+        return replace(inbound, writer=LegacyWriter(inbound.writer)) if legacy else inbound
 
     return WireProtocol("openai", read)
 
