@@ -69,23 +69,26 @@ class Source:
         self._edges: deque[tuple[int, int, int]] = deque([(0, 0, 0)])
         self._length = 0
         self._tokens = 0
+        self._unfinished = False
+        """The token at the last edge has bytes of what comes next."""
 
-    def push(self, text: str) -> None:
-        """Append the text of one more token (may be empty: an unfinished code point)."""
-        self.buffer += text
-        self._length += len(text)
+    def push(self, text: str, unfinished: bool = False) -> None:
+        """Append the text of one more token. ``unfinished``: it ends within a code point, which may be all of it."""
         self._tokens += 1
         if text:
-            self._edges.append((self._length, self._tokens, self._tokens))
+            self.append(text, unfinished)
         else:
             self._edges[-1] = (*self._edges[-1][:2], self._tokens)
 
-    def append(self, text: str) -> None:
+    def append(self, text: str, unfinished: bool = False) -> None:
         """Append text that belongs to the last token (the flush of an unfinished code point)."""
         if text:
             self.buffer += text
             self._length += len(text)
+            if self._unfinished:  # the token before reaches into this text
+                self._edges.pop()
             self._edges.append((self._length, self._tokens, self._tokens))
+            self._unfinished = unfinished
 
     def end(self, natural: bool) -> None:
         self.ended, self.natural = True, natural
@@ -104,14 +107,14 @@ class Source:
                 known = self.stop + self.buffer if position == self.at else self.buffer
                 return before[2], False, known[: edge[0] - position]
             before = edge
-        return before[1], True, ""
+        return (edges[-2][2], False, "\ufffd") if self._unfinished else (before[1], True, "")
 
     def advance(self, count: int) -> str:
         text, self.buffer = self.buffer[:count], self.buffer[count:]
         self.position += count
         for log in self.logs:
             log.append(text)
-        while len(self._edges) > 1 and self._edges[1][0] <= self.at:
+        while len(self._edges) > 2 and self._edges[2][0] <= self.at:  # the last edge may still move
             self._edges.popleft()
         return text
 

@@ -59,7 +59,7 @@ class StreamParser:
             self._source.push("")
             self._output.tolerate("stray_control_token")
         else:
-            self._source.push(self._detokenizer.push(token))
+            self._source.push(self._detokenizer.push(token), self._detokenizer.unfinished)
         self._run()
         return self._output.drain()
 

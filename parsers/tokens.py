@@ -203,6 +203,11 @@ class Detokenizer:
         self._strip = self._tokenizer.strips == "segment" and token in self._tokenizer.controls
         return self._decoder.decode(data)
 
+    @property
+    def unfinished(self) -> bool:
+        """Has half a code point come?"""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """What an unfinished code point is worth when a control token follows it."""
         self._strip = self._tokenizer.strips == "segment"

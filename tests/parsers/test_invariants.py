@@ -314,9 +314,9 @@ def test_work_grows_linearly_with_the_argument(form: Format, monkeypatch: pytest
     found, push = machine(form.name), Source.push
     work = 0
 
-    def counted(source: Source, text: str) -> None:
+    def counted(source: Source, text: str, unfinished: bool = False) -> None:
         nonlocal work
-        push(source, text)
+        push(source, text, unfinished)
         work += len(source.buffer)
 
     monkeypatch.setattr(Source, "push", counted)

@@ -285,3 +285,15 @@ def test_positions_are_in_tokens() -> None:
     assert source.token_at(source.at) == (1, True, "")
     assert source.token_at(source.position) == (2, False, "d")
     assert Boundary("turn_end", 2, False, "d").rest == "d"
+
+
+def test_half_a_code_point_belongs_to_the_token_that_has_it() -> None:
+    """Behind the line break, in its token: the thinking ends inside of that token."""
+    family = machine("glm45")
+    opener, closer = family.tokenizer.encode_trusted("<think></think>")
+    for behind in ([opener], [family.tokenizer.piece(b"\xa9")], [family.tokenizer.piece(b"\xc3")]):
+        for pieces in ((b"\n", b"\xc3"), (b"\n\xc3",)):
+            ids = [opener, closer, *map(family.tokenizer.piece, pieces), *behind]
+            end = next(one for one in family.parse(ids).boundaries if one.kind == "thinking_end")
+            assert end.exact == (len(pieces) == 2)
+            assert family.characters_before(ids, end) == len("<think></think>\n")
