@@ -256,7 +256,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ft bench parsers",
         description="Measure what parsing a call, and rendering and tokenizing a long prompt cost.",
-        epilog="example:\n  ft bench parsers --family qwen3_xml --family kimi_k2 --model ~/models/Qwen3.6-35B-A3B",
+        epilog="examples:\n  ft bench parsers --family qwen3_xml --tokens 0\n"
+        "  ft bench parsers --family qwen3_xml --family kimi_k2 --model ~/models/Qwen3.6-35B-A3B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

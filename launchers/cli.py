@@ -45,11 +45,14 @@ def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> NoReturn:
     """Ends with the usage of the sub-command that was meant."""
     parser: argparse.ArgumentParser = options.parser
     hint = f"; arguments of the agent itself go after --: {parser.prog} -- {' '.join(unknown)}"
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if options.agent else ''}")
+    problem = f"unrecognized arguments: {' '.join(unknown)}"
+    if options.agent:
+        argparse.ArgumentParser.error(parser, f"{problem}{hint}")
+    parser.error(problem)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="ft",
         description="Serve coding agents from an open-weight MoE model on this machine.",
         epilog=examples("ft serve", "ft launch claude", "ft ctl stats", "ft demo"),
@@ -73,6 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_bench(commands)
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """Sub-commands are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message} (see {self.prog} --help)")
 
 
 class Version(argparse.Action):

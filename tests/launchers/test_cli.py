@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,36 @@ def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixtu
         build_parser().parse_args([*command, "--help"])
     examples = capsys.readouterr().out.partition("examples:")[2]
     assert end.value.code == 0 and "\n  " + " ".join(["ft", *command]) in examples
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("engine.bench", ["decode"]),
+        ("engine.bench_store", []),
+        ("engine.checkpoint", ["tiny"]),
+        ("launchers.cli", ["bench", "replay"]),
+        ("launchers.cli", ["bench", "trace"]),
+        ("launchers.cli", ["bench", "parsers"]),
+        ("launchers.cli", ["bench", "grammar"]),
+    ],
+    ids=str,
+)
+def test_every_bench_says_what_its_flags_mean(module: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-P", "-m", module, *arguments, "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "\n  ft " in done.stdout.partition("examples:")[2]
+    lines = done.stdout.partition("options:")[2].partition("\n\n")[0].splitlines()
+    for line, following in pairwise([*lines, ""]):  # a long name has its text on the next line
+        if line.startswith("  -"):
+            assert "  " in line.strip() or following.startswith(" " * 8), line
+
+
+def test_what_is_missing_or_wrong_names_the_help() -> None:
+    for arguments in ([], ["sessions"], ["store", "forget"], ["bench", "api?"]):
+        done = ft(*arguments)
+        assert done.returncode == 2 and " --help)" in done.stderr
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
