@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from parsers.conversation import Block, Conversation, Sampled, Text, Tool, ToolCall, ToolOutput, Turn
+from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import CallIds, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
 from parsers.plain_schema import plain_schema
@@ -58,7 +58,7 @@ class Traits:
     users_in_a_row: bool = True
     """User turns may follow each other."""
     users_behind_outputs: bool = True
-    """A user turn may follow tool outputs."""
+    """A user turn may follow tool outputs, or calls without any."""
     stub: str = ""
     """What stands between header and text where thinking was dropped."""
 
@@ -126,8 +126,13 @@ class Planner:
         between = "\n\n" if text.strip() else ""
         return marked + between + tools_text(self._format.tools_text, self._described(tools))
 
-    def _assistant(self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], sampled: bool) -> Message:
+    def _assistant(
+        self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], sampled: Sampled | None
+    ) -> Message:
+        thought = sampled is not None and sampled.thinking_end > 0
         text = "".join(block.text for block in item.blocks if isinstance(block, Text))
+        if sampled and not text and not calls:
+            text = "-"  # where its tokens are put
         content: str | None = self._guard.text(text)
         if calls and self._traits.calls == "content":
             content = assistant_text(self._format, self._guard, item.blocks, "closed", item.first_call)
@@ -135,7 +140,7 @@ class Planner:
             content = "" if self._traits.calls == "rewritten" else None
         message: Message = {"role": "assistant", "content": content}
         thinking = thinking_of(item.blocks)
-        if thinking.strip() or sampled:
+        if thinking.strip() or thought:
             self._put_thinking(message, self._marked(thinking, THOUGHT))
         if calls and self._traits.calls != "content":
             message["tool_calls"] = [
@@ -191,6 +196,7 @@ class _Planning:
         self._count = 0
         self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
         self._first = ""  # system text that waits for the first user turn
+        self._in_loop = False  # the last answer made calls
         if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
             self._system(-1, planner._system("", conversation.tools))
         for outputs, run in groupby(enumerate(conversation.turns), lambda one: _has_outputs(one[1])):
@@ -227,7 +233,7 @@ class _Planning:
 
     def _user(self, index: int, text: str) -> None:
         plan = self.plan
-        if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind == "tool_output":
+        if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind != "user" and self._in_loop:
             self._refused("user", index, text)
             return
         content, self._first = self._first + self._planner._marked(text, USER), ""
@@ -239,6 +245,9 @@ class _Planning:
 
     def _assistant(self, index: int, turn: Turn) -> None:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
+        if not calls and not turn.sampled and not any(_says(block) for block in turn.blocks):
+            return  # to some templates that is the end of a turn before it
+        self._in_loop = bool(calls)
         made = []
         written = self._planner._written_ids(turn.sampled) if turn.sampled else ()
         for number, call in enumerate(calls):
@@ -247,7 +256,7 @@ class _Planning:
             self._made[call.id] = made[-1]
             self._count += 1
         first = self._count - len(calls)
-        sampled = turn.sampled is not None and turn.sampled.thinking_end > 0
+        sampled = turn.sampled
         natives = iter(made)
         blocks = tuple(replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks)
         item = Item("assistant", index, blocks, first)
@@ -293,6 +302,10 @@ class _Planning:
 
 def _begins_with_system(conversation: Conversation) -> bool:
     return bool(conversation.turns) and conversation.turns[0].role == "system"
+
+
+def _says(block: Block) -> bool:
+    return isinstance(block, Text | Thinking) and bool(block.text.strip())
 
 
 def _has_outputs(turn: Turn) -> bool:

@@ -284,7 +284,9 @@ class _Examination:
         extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), _user("And?"))
         anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))
-        return anywhere if traits.system == "first" and self._renders(anywhere, middle, system=3) else traits
+        last = replace(first, turns=(*first.turns, extra[1]))
+        fits = self._renders(anywhere, middle, system=3) and self._renders(anywhere, last, system=2)
+        return anywhere if traits.system == "first" and fits else traits
 
     def _misreads(self, traits: Traits) -> bool:
         """Is a list of types printed as Python has it? Then the template takes it for one type."""

@@ -96,7 +96,10 @@ class Renderer:
     ) -> Prompt:
         """Raises RenderError."""
         plan = self._planner.plan(conversation)
-        *blocks, last = self._finder.blocks(self._text(plan, conversation, thinking, effort))
+        blocks = self._finder.blocks(self._text(plan, conversation, thinking, effort))
+        if len(plan.items) in plan.refused and not self.format.turns.assistant.open and self._ended(blocks[-1]):
+            blocks.append(Block("", "", True))  # it comes behind what the format writes in the template's place
+        *blocks, last = blocks
         if not last.assistant or self._finder.end(last.body)[1]:
             raise RenderError("the chat template does not end with a generation prompt")
         writer = Writer(self._tokenizer, self._edges, remember)
@@ -117,6 +120,9 @@ class Renderer:
             return self._template.render(plan.messages, self._planner.tools(conversation.tools), variables)
         except TemplateRefusal as refusal:
             raise RenderError(f"the chat template refuses this conversation: {refusal}") from refusal
+
+    def _ended(self, block: Block) -> bool:
+        return block.assistant and bool(self._finder.end(block.body)[1])
 
     def moved_tools(self, conversation: Conversation) -> str:
         """What tells of tools, where the template would move it."""

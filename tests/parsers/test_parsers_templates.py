@@ -439,3 +439,31 @@ def test_tools_stay_where_the_first_query_had_them(name: str) -> None:
     later = one.render(with_turns(Turn("assistant", (Text("Yes."),)), user("And?")))
     assert later.ids[: len(first.ids)] == first.ids
     assert one.tokenizer.decode(later.ids).count("Looks.") == 1
+
+
+@every
+def test_empty_answers_do_no_harm(name: str) -> None:
+    """One that the client made up is nothing; one that was sampled stays, whatever the template makes of it."""
+    one = family(name)
+    prompt = one.render(FIRST, thinking=False)
+    for blocks in ((), (Text(""),), (Text(" \n"),)):
+        told = one.render(with_turns(Turn("assistant", blocks), user("More.")), thinking=False)
+        assert "More." in shown(one, told, "user")[-1]
+    sampled = one.stop_tokens[:1]
+    turn = Turn("assistant", (), Sampled(sampled, opener=prompt.opener))
+    grown = one.render(with_turns(turn, user("More.")), thinking=False)
+    assert grown.ids[: len(prompt.ids)] == prompt.ids and "More." in shown(one, grown, "user")[-1]
+
+
+@every
+def test_calls_may_stay_without_outputs(name: str) -> None:
+    text = family(name).tokenizer.decode(family(name).render(with_turns(TURN, user("Stop that."))).ids)
+    assert text.index("the sky") < text.index("Stop that.")
+
+
+@every
+def test_system_text_may_come_last(name: str) -> None:
+    one = family(name)
+    for turns in ((), (TURN, output("call_1", "Blue."))):
+        prompt = one.render(with_turns(*turns, Turn("system", (Text("Be quick."),))))
+        assert "Be quick." in shown(one, prompt, "system")[-1]
