@@ -41,9 +41,7 @@ def delete(state: ServerState, request: Request) -> dict[str, Any]:
 def cancel(state: ServerState, request: Request) -> dict[str, Any]:
     """Raises ApiError: what is kept is finished, and what runs ends with its connection."""
     _found(state, request)
-    raise invalid(
-        "only background responses can be cancelled, and this server has none: close the connection instead"
-    )
+    raise invalid("only background responses can be cancelled, and this server has none: close the connection instead")
 
 
 def input_items(state: ServerState, request: Request) -> dict[str, Any]:
