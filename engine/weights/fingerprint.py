@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128
 
 from engine.weights.shards import Shards
 
 ARITHMETIC = 2
 """Raised whenever any operation's result may change in a bit."""
 
-_WHOLE = 64 << 20
-_SAMPLE = 1 << 20
-_SAMPLES = 16
+_BLOCK = 8 << 20
+_READERS = 4
 _NOT_CONTENT = {"_name_or_path", "transformers_version"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OTHER_TOKENIZER_FILES = ("tekken.json", "tiktoken.model")
@@ -24,8 +26,8 @@ _OTHER_TOKENIZER_FILES = ("tekken.json", "tiktoken.model")
 def fingerprint(
     directory: Path, shards: Shards, config: Mapping[str, Any], dtype: str, kernels: str, instruction_set: str
 ) -> str:
-    """64 hex digits over weights (headers, sizes, content; files above 64 MiB by 16 samples of 1 MiB), config,
-    tokenizer, dtype, kernels and instruction set."""
+    """64 hex digits over all bytes of the weights, config, tokenizer, dtype, kernels and instruction set. Takes as
+    long as reading the weights once; what is loaded next comes from the page cache where that holds them."""
     digest = hashlib.sha256()
 
     def add(label: str, data: bytes) -> None:
@@ -40,9 +42,10 @@ def fingerprint(
     for path in (directory / name for name in _OTHER_TOKENIZER_FILES):
         if path.is_file():
             add(path.name, hashlib.sha256(path.read_bytes()).digest())
-    for path in shards.files:
-        add("header", shards.headers[path])
-        add("weights", _sample(path))
+    with ThreadPoolExecutor(_READERS) as pool:
+        for path, content in zip(shards.files, pool.map(_whole, shards.files), strict=True):
+            add("header", shards.headers[path])
+            add("weights", content)
     return digest.hexdigest()
 
 
@@ -53,16 +56,10 @@ def _content(config: Any) -> Any:
     return {key: _content(value) for key, value in config.items() if key not in _NOT_CONTENT}
 
 
-def _sample(path: Path) -> bytes:
-    """Digest of a file's size and content, or of evenly spaced samples of it."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _WHOLE:
-            while block := file.read(_SAMPLE):
-                digest.update(block)
-        else:
-            for i in range(_SAMPLES):
-                file.seek((size - _SAMPLE) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE))
+def _whole(path: Path) -> bytes:
+    """Digest of a file's whole content: one tensor that was edited in place makes other states."""
+    digest = xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
     return digest.digest()

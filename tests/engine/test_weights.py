@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from engine.api import EngineConfig
 from engine.checkpoint import main, write_tiny
 from engine.loading import load_engine
 from engine.weights import errors
+from engine.weights.fingerprint import fingerprint
+from engine.weights.shards import Shards
 
 SMALL = {"kv_bytes": 8 << 20, "checkpoint_bytes": 1 << 20, "threads": 1}
 
@@ -310,6 +313,56 @@ def test_the_fingerprint_follows_content_only(tiny: Callable[..., Path], copy: C
     edit_tensors(directory, nudge)
     changed.add(load(directory))
     assert len(changed) == 6
+
+
+def _identity(directory: Path, dtype: str = "float32", kernels: str = "native", isa: str = "avx2") -> str:
+    config = json.loads((directory / "config.json").read_text())
+    return fingerprint(directory, Shards(directory), config, dtype, kernels, isa)
+
+
+def _flip(path: Path, place: float) -> None:
+    """One bit of a file, in place: neither its size nor, as after a copy that keeps times, its age tell."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(int((times.st_size - 1) * place))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_twelve_changes_of_identity_give_no_false_hit(
+    copy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = copy()
+    seen = [_identity(directory)]
+    assert _identity(directory) == seen[0]
+    seen += [_identity(directory, dtype="bfloat16"), _identity(directory, kernels="reference")]
+    seen.append(_identity(directory, isa="avx512"))
+    for place in (0.5, 0.73, 1.0):  # in the weights, the last bit included
+        _flip(directory / "model.safetensors", place)
+        seen.append(_identity(directory))
+    for change in ({"rms_norm_eps": 1e-5}, {"num_experts_per_tok": 1}):
+        edit_config(directory, **change)
+        seen.append(_identity(directory))
+    for name in ("tokenizer.json", "tekken.json"):
+        (directory / name).write_text("{}")
+        seen.append(_identity(directory))
+    (directory / "tokenizer_config.json").write_text('{"other": 1}')
+    seen.append(_identity(directory))
+    monkeypatch.setattr("engine.weights.fingerprint.ARITHMETIC", 999)
+    seen.append(_identity(directory))
+    assert len(seen) == 13
+    assert len(set(seen)) == 13
+
+
+def test_a_bit_anywhere_in_large_weights_counts(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(40 << 20, dtype=torch.int16)}, path)  # above what was once only sampled
+    (tmp_path / "config.json").write_text("{}")
+    before = _identity(tmp_path)
+    _flip(path, 0.0773)
+    assert _identity(tmp_path) != before
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])
