@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from launchers.agents.harness import Ask, Harness, Package, Recipe
 from launchers.agents.merging import merged_json
 
 
 def recipe(ask: Ask) -> Recipe:
-    """Its workspace, where it keeps files about itself, stays in ft's folder unless the user moves it."""
+    """It works in its workspace: that has to be the user's project, into which it may not put files about itself."""
     path = ask.own / "openclaw.json"
     environment = {"OPENCLAW_STATE_DIR": str(ask.own), "OPENCLAW_CONFIG_PATH": str(path)}
     model = {
@@ -23,7 +25,11 @@ def recipe(ask: Ask) -> Recipe:
     settings = {
         "models": {"mode": "merge", "providers": {"ft": provider}},
         "agents": {
-            "defaults": {"model": {"primary": f"ft/{ask.server.model}"}, "workspace": str(ask.own / "workspace")},
+            "defaults": {
+                "model": {"primary": f"ft/{ask.server.model}"},
+                "workspace": str(Path.cwd()),
+                "skipBootstrap": True,
+            },
         },
         "gateway": {"mode": "local"},
     }

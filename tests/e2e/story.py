@@ -72,8 +72,12 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
         [{"text": "Now the right one."}, write(test, TEST)],
         finish(MENDED),
     )
+    # mini-swe-agent says as a user what was wrong with a call.
+    yield from said("Tool call error", [{"text": "Now the right one."}, write(test, TEST)], finish(MENDED))
     if driver.agent is not None:
-        yield from said(DELEGATE, [{"text": "Somebody else will."}, driver.agent(COUNT)], finish(DELEGATED))
+        call = [{"text": "Somebody else will."}, driver.agent(COUNT)]
+        # Where the other one works beside the conversation, there is a second answer when it is done.
+        yield from said(DELEGATE, call, finish(DELEGATED), finish(DELEGATED))
         yield from said(COUNT, finish(COUNTED))
 
 
@@ -93,4 +97,4 @@ def broken_off(call: dict[str, Any]) -> str:
 def said(prompt: str, *answers: Sequence[dict[str, Any]]) -> Iterator[Rule]:
     """After ``prompt``, which a harness may have put behind a time or between quotation marks."""
     for step, say in enumerate(answers):
-        yield {"when": {"after_user": rf'(^|\] |\n)"?{prompt}', "step": step}, "say": list(say)}
+        yield {"when": {"after_user": rf'(^|\] |\n|: )"?{prompt}', "step": step}, "say": list(say)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launchers.agents import claude, codex, toml
+from launchers.agents import aider, claude, codex, openclaw, opencode, qwen, toml
 from launchers.agents.common import (
     Launch,
     LaunchError,
@@ -20,6 +20,7 @@ from launchers.agents.common import (
     cloud_variables,
     describe,
     exports,
+    prepare,
     without_proxy,
 )
 from launchers.agents.harness import Harness, plan
@@ -262,3 +263,73 @@ def test_the_command_shown_can_be_pasted() -> None:
     (line,) = (line.removeprefix("run     ") for line in describe(launch, {}).splitlines() if line[:4] == "run ")
     shown = subprocess.run(["/bin/sh", "-c", line.replace("codex", "printf '%s|'", 1)], capture_output=True, text=True)
     assert shown.stdout == "exec|it's $HOME|"
+
+
+def test_openclaw_works_in_the_project_and_leaves_no_files_of_its_own_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = json.loads(file_of(plan(openclaw.HARNESS, SERVER, (), ENVIRON), "openclaw.json").text)
+    defaults = settings["agents"]["defaults"]
+    assert (defaults["workspace"], defaults["skipBootstrap"]) == (str(tmp_path), True)
+
+
+def test_opencode_shows_other_programs_what_the_user_configured(tmp_path: Path) -> None:
+    """Its folder is found through a variable that they read too."""
+    users, state = tmp_path / "config", tmp_path / "state"
+    for name in ("git/config", "gh/hosts.yml", "opencode/opencode.json"):
+        (users / name).parent.mkdir(parents=True, exist_ok=True)
+        (users / name).write_text(name)
+    environ = {"XDG_CONFIG_HOME": str(users), "XDG_STATE_HOME": str(state)}
+    own = state / "ft" / "opencode"
+    for _ in range(2):
+        launch = plan(opencode.HARNESS, SERVER, (), environ)
+        assert launch.environment["XDG_CONFIG_HOME"] == str(own)
+        prepare(launch)
+        assert (own / "git" / "config").read_text() == "git/config" and (own / "gh").is_symlink()
+        settings = json.loads((own / "opencode" / "opencode.json").read_text())
+        assert settings["model"] == "ft/local-moe" and settings["enabled_providers"] == ["ft"]
+        assert settings["provider"]["ft"]["models"]["local-moe"]["limit"] == {"context": 65536, "output": 8192}
+        assert (users / "opencode" / "opencode.json").read_text() == "opencode/opencode.json"
+    (users / "gh" / "hosts.yml").unlink()
+    (users / "gh").rmdir()
+    prepare(plan(opencode.HARNESS, SERVER, (), environ))
+    assert not (own / "gh").is_symlink()
+
+
+def test_limits_of_the_server_reach_every_client_that_has_some() -> None:
+    server = RunningServer("http://127.0.0.1:1", "m", 32768, max_output=3000)
+    found = {}
+    for harness in HARNESSES:
+        launch = plan(harness, server, (), ENVIRON)
+        told = " ".join((*launch.environment.values(), *(file.text for file in launch.files)))
+        found[harness.name] = ("32768" in told, "3000" in told)
+    assert found == {
+        "claude": (True, True),
+        "codex": (True, False),  # it asks for no length
+        "opencode": (True, True),
+        "openclaw": (True, True),
+        "pi": (True, True),
+        "qwen": (True, True),
+        "aider": (True, True),
+        "mini": (False, False),
+    }
+
+
+def test_aider_gets_the_address_where_a_projects_env_file_cannot_change_it() -> None:
+    command = plan(aider.HARNESS, SERVER, ("--message", "x"), ENVIRON).command
+    assert command[command.index("--openai-api-base") + 1] == "http://127.0.0.1:8123/v1"
+    assert command[1:3] == ("--model", "openai/local-moe") and command[-2:] == ("--message", "x")
+
+
+def test_settings_that_a_client_added_stay(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    path = tmp_path / "ft" / "qwen" / "settings.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"ui": {"theme": "mine"}, "model": {"name": "old", "other": 1}}')
+    written = json.loads(file_of(plan(qwen.HARNESS, SERVER, (), environ), "settings.json").text)
+    assert written["ui"] == {"theme": "mine"} and written["model"]["other"] == 1
+    assert written["model"]["name"] == "local-moe"
+    path.write_text("[]")
+    with pytest.raises(LaunchError, match="delete it to start afresh"):
+        plan(qwen.HARNESS, SERVER, (), environ)
