@@ -34,7 +34,7 @@ class Driver:
     what a user would have set. ``finish`` is how the model ends its work. ``agent``: how it starts a sub-agent, with
     a prompt. ``small_context``: a length of context in which the work of a test makes it compact, ``compact`` the
     arguments that make it do so where it does not by itself. ``interrupts``: an interrupt is worth testing, since what
-    was said before it is kept."""
+    was said before it is kept. ``loops``: it acts on what its tools said, over several requests."""
 
     harness: Harness
     folders: tuple[str, ...]
@@ -47,6 +47,7 @@ class Driver:
     small_context: int = 0
     compact: tuple[str, ...] = ()
     interrupts: bool = True
+    loops: bool = True
 
     @property
     def name(self) -> str:
@@ -183,5 +184,6 @@ AIDER = Driver(
         lambda path, old, new: block(path, f"{old}\n", f"{new}\n"),
     ),
     interrupts=False,
+    loops=False,
 )
 DRIVERS = {driver.name: driver for driver in (CLAUDE, CODEX, OPENCODE, PI, QWEN, OPENCLAW, MINI, AIDER)}

@@ -50,6 +50,12 @@ def script(driver: Driver, project: Path) -> str:
 def rules(driver: Driver, project: Path) -> Iterator[Rule]:
     shell, write, edit, finish = driver.tools.shell, driver.tools.write, driver.tools.edit, driver.finish
     greet, test = str(project / "greet.py"), str(project / "test_greet.py")
+    if not driver.loops:
+        # What to write into the history of the repository: this request quotes the conversation.
+        yield {"when": {"after_user": "(?m)^diff --git "}, "say": [{"text": "Work on the greeting tool"}]}
+        yield from said(BUILD, [write(greet, GREET), {"text": BUILT}])
+        yield from said(ADD, [write(test, TEST), {"text": ADDED}])
+        return
     yield {"when": {"kind": "side"}, "say": [{"text": '{"title": "Greeting tool"}'}]}
     yield {"when": {"kind": "compaction"}, "say": [{"thinking": "What was done?"}, {"text": SUMMARY}]}
     yield from said(
@@ -82,13 +88,11 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
 
 
 def without_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    return {"tool_call": {"name": call["tool_call"]["name"], "args": {}}} if "tool_call" in call else call
+    return {"tool_call": {"name": call["tool_call"]["name"], "args": {}}}
 
 
 def broken_off(call: dict[str, Any]) -> str:
     """In the tiny checkpoint's own format: the answer ends within the last argument."""
-    if "tool_call" not in call:
-        return ""
     name, arguments = call["tool_call"]["name"], call["tool_call"]["args"]
     parameter = next(name for name, value in arguments.items() if value == "echo broken")
     return f"<tool_call>\n<function={name}>\n<parameter={parameter}>\necho broken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.e2e.story import (
     BUILT,
     DELEGATE,
     DELEGATED,
+    GREET,
     LONG,
     MENDED,
     TEST,
@@ -31,9 +33,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(480)]
 Start = Callable[..., Client]
 CORE = ("claude", "codex")
 """Their long session is in test_real_clients.py."""
-OTHERS = [name for name in DRIVERS if name not in CORE]
+LOOPS = [driver.name for driver in DRIVERS.values() if driver.loops]
+OTHERS = [name for name in LOOPS if name not in CORE]
 INTERRUPTED = [driver.name for driver in DRIVERS.values() if driver.interrupts]
-WITH_TOOLS = [name for name in DRIVERS if name != "aider"]
 WITH_AGENTS = [driver.name for driver in DRIVERS.values() if driver.agent]
 SMALL = {driver.name: driver.small_context for driver in DRIVERS.values() if driver.small_context}
 
@@ -54,6 +56,21 @@ def test_session_over_a_restart(name: str, client: Start, card: Scorecard) -> No
         assert after["disk"] > 0
 
 
+def test_aider(client: Start, card: Scorecard) -> None:
+    """It has no tools: each message has one answer with what is to be changed, and another request words the commit."""
+    one = client("aider")
+    with card.run(one, "two messages, commits, restart"):
+        assert BUILT in one.start(BUILD)
+        check_counters(one)
+        one.server.wait_until_stored()
+        one.server.restart(kill=True)
+        assert ADDED in one.go_on(ADD)
+        assert (one.file("greet.py"), one.file("test_greet.py")) == (GREET, TEST)
+        log = subprocess.run(["git", "log", "--format=%s"], cwd=one.project, capture_output=True, text=True, check=True)
+        assert log.stdout.splitlines() == ["Work on the greeting tool", "Work on the greeting tool", "Start"]
+        check_reuse(one)
+
+
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_interrupt(name: str, client: Start, card: Scorecard) -> None:
     one = client(name)
@@ -64,7 +81,7 @@ def test_interrupt(name: str, client: Start, card: Scorecard) -> None:
         check_reuse(one)
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_malformed_calls(name: str, client: Start, card: Scorecard) -> None:
     one = client(name)
     with card.run(one, "malformed calls"):
