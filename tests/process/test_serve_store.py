@@ -17,9 +17,9 @@ import pytest
 
 from launchers.child_server import ChildServer
 from tests.process.support import HANG_SECONDS, child_environment
-from tests.process.test_serve import Serve, Served, chat, one_line_error, start, tiny, wait_for
+from tests.process.test_serve import Serve, Served, chat, one_line_error, start, wait_for
 
-__all__ = ["start", "tiny"]
+__all__ = ["start"]
 SECRET = "correct horse battery staple "
 
 
