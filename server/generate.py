@@ -277,25 +277,19 @@ class Generation:
         done: Done | None = None
         while done is None:
             events: list[GenerationEvent] = []
-            try:
-                async with asyncio.timeout_at(due):
-                    reply = await anext(self._stream)
-            except TimeoutError:
+            match reply := await self._stream.next(due):
+                case Tokens():
+                    events.extend(self._tokens(reply))
+                    if self._assembler.stopped:
+                        await self._stream.abort()
+                case Done():
+                    done = reply
+                case Failed():
+                    self._engine_done = True
+                    _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
+                    raise ApiError.from_engine(reply.kind, reply.message)
+            if not events and loop.time() >= due:
                 events.append(Progress())
-            else:
-                match reply:
-                    case Tokens():
-                        events.extend(self._tokens(reply))
-                        if self._assembler.stopped:
-                            await self._stream.abort()
-                    case Done():
-                        done = reply
-                    case Failed():
-                        self._engine_done = True
-                        _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
-                        raise ApiError.from_engine(reply.kind, reply.message)
-                if not events and loop.time() >= due:
-                    events.append(Progress())
             if events:
                 yield events
                 due = loop.time() + keepalive

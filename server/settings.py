@@ -19,10 +19,9 @@ class ServerSettings(BaseModel):
     none). A body must have come after ``body_seconds``, and a second more for each 16 KiB of it. ``api_keys`` empty: no
     authentication; each has a cache and sessions of its own unless ``share_cache``. At most ``key_running`` requests of
     one key are answered at once (0: any number), ``key_waiting`` more wait, for at most ``key_wait_seconds``.
-    ``allowed_hosts``: names accepted in the ``Host`` and ``Origin``
-    headers, without port; empty: any (only sensible together with API keys). ``admission_seconds`` is how long the
-    response headers wait for the engine's plan, ``worker_seconds`` how long a request waits for a worker that is being
-    started, ``send_seconds`` how long a client may refuse to read before it is dropped; a worker without progress for
+    ``allowed_hosts``: names accepted in the ``Host`` and ``Origin`` headers, without port; empty: any (only sensible
+    together with API keys). ``admission_seconds`` is how long the response headers wait for the engine's plan,
+    ``worker_seconds`` how long a request waits for a worker that is being started; a worker without progress for
     ``stalled_seconds`` is told to be stalled. ``idle_prefill``: compute ahead what the user's next message is expected
     to continue, once nothing was asked for ``idle_seconds``. ``store``: where the store is, if there is one. The
     sampling fields are the model's generation defaults, for what a request leaves open.

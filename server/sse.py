@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 from anyio import CancelScope
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.dump import dump
@@ -16,13 +16,16 @@ from server.protocols.base import Sse, Writer
 from server.state import ServerState
 
 _log = logging.getLogger(__name__)
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""Nobody on the way keeps it, or waits for more of it."""
 
 
-class EventStream(EventSourceResponse):
+class EventStream(StreamingResponse):
     """Writes a generation as it is made. Keep-alives come from the generation, as events that clients count.
 
     The generation is closed when the response ends: after the last event, when the client goes away (also before the
-    first event), when it stops reading, or when the server shuts down; then ``ended`` is called.
+    first event) or stops reading, which ends its connection (``front``), or when the server shuts down; then ``ended``
+    is called.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class EventStream(EventSourceResponse):
         headers: Mapping[str, str],
         ended: Callable[[], None],
     ) -> None:
-        super().__init__(self._frames(), ping=0, sep="\n", headers=headers, send_timeout=state.settings.send_seconds)
+        super().__init__(self._frames(), headers={**headers, **_HEADERS}, media_type="text/event-stream")
         self._state = state
         self._generation = generation
         self._writer = writer
@@ -43,8 +46,6 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            _log.warning("session=%s: the client stopped reading; dropped", self._generation.session_id)
         finally:
             if not self._finished:
                 self._state.counters.disconnects += 1

@@ -198,6 +198,33 @@ async def test_whoever_does_not_read_is_let_go(family: Family) -> None:
         await alive(server)
 
 
+@PATHS
+async def test_whoever_does_not_read_its_stream_is_let_go(
+    family: Family, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sockets hold so little that they are full long before the answer's end."""
+
+    def narrow(http: Http, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(http, transport)
+
+    made = Http.connection_made
+    monkeypatch.setattr(Http, "connection_made", narrow)
+    async with serving(family, Answer("x" * 7000, hold_at=6900), patience=HASTE) as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            client.sendall(request(path, {**BODIES[path], "stream": True} | lengthy(path)))
+            await asyncio.wait_for(server.worker.abort_seen.wait(), 60)
+        await server.idle()
+        assert server.state.counters.disconnects == 1
+        await alive(server)
+
+
+def lengthy(path: str) -> dict[str, int]:
+    return {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 7000}
+
+
 def live(kind: type) -> int:
     gc.collect()
     return sum(isinstance(thing, kind) for thing in gc.get_objects())

@@ -15,7 +15,6 @@ import pytest
 
 from engine.client import WorkerUnavailable
 from parsers.load import Family
-from server.app import create_app
 from server.blocks import Assembler
 from server.errors import INTERNAL_MESSAGE
 from server.script import Script
@@ -312,37 +311,6 @@ async def test_a_bug_ends_a_stream_as_the_protocol_says(
     _, last = events(streamed.text)[-1]
     error = json.loads(last).get("error") or json.loads(last)["response"]["error"]
     assert error["message"] == INTERNAL_MESSAGE
-
-
-@PATHS
-async def test_a_client_that_stops_reading_is_dropped(family: Family, path: str) -> None:
-    body = json.dumps({**BODIES[path], "stream": True}).encode()
-    received = iter([{"type": "http.request", "body": body, "more_body": False}])
-    started = asyncio.Event()
-
-    async def receive() -> Any:
-        if (message := next(received, None)) is not None:
-            return message
-        return await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            started.set()
-            await asyncio.Event().wait()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-    }
-    async with serving(family, Answer(TEXT, hold_at=9), send_seconds=0.05) as server:
-        await asyncio.wait_for(create_app(server.state)(scope, receive, send), 20)
-        assert started.is_set()
-        await server.idle()
-        assert server.worker.aborted
 
 
 async def test_four_answers_at_once_do_not_mix(family: Family) -> None:
