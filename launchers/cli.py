@@ -314,6 +314,7 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
             "trace": "make such a trace",
             "parsers": "what parsing calls, rendering and tokenizing cost, for each family",
             "grammar": "what constrained decoding costs, for each family",
+            "api": "what the server adds to a request, a token and an idle stream",
         },
         ("ft bench decode", "ft bench store", "ft bench replay", "ft bench parsers --family qwen3_xml"),
     )
@@ -335,6 +336,10 @@ def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
             from launchers import bench_grammar
 
             return bench_grammar.main(options.arguments)
+        case "api":
+            from launchers import bench_api
+
+            return bench_api.main(options.arguments)
         case "store":
             run_module("engine.bench_store", options.arguments)
         case what:

@@ -1,0 +1,32 @@
+"""``ft bench api``, small: that it runs, and finds what is over its goals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launchers import bench_api
+from launchers.bench_api import IdleRow, RequestRow, Results, StreamRow, main
+
+
+def test_it_measures_all_that_it_promises(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROUNDS": 2, "STREAM_TOKENS": 20, "STREAMS": 5}.items():
+        monkeypatch.setattr(bench_api, name, value)
+    code = main(["--tokens", "3000", "--idle-seconds", "0.2", "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == bool(found["missed"])
+    paths = ["/v1/messages", "/v1/responses", "/v1/chat/completions"]
+    assert [row["path"] for row in found["requests"]] == [row["path"] for row in found["streams"]] == paths
+    for row in found["requests"]:
+        assert row["before_engine"] > 0 < row["busy"]
+        assert 2000 < row["tokens"] < 4000
+    assert found["idle"][0]["streams"] == 5
+
+
+def test_goals() -> None:
+    good = Results([RequestRow("/a", 1, 1.0, 90.0, 5.0, 1.0)], [StreamRow("/b", 60.0, 10.0)], [IdleRow(1, 1.0, 0.02)])
+    bad = Results([RequestRow("/a", 1, 1.0, 1.0, 5.1, 1.0)], [StreamRow("/b", 61.0, 10.0)], [IdleRow(1, 1.0, 0.021)])
+    assert good.missed == []
+    assert bad.missed == ["requests to /a", "streams of /b", "idle streams"]
