@@ -108,7 +108,7 @@ OPENCODE = Harness(
     agents=("opencode/",),
     session=("x-session-id", "x-session-affinity"),
     parent=("x-parent-session-id",),
-    openings={"You are a title generator.": "side"},
+    openings={"You are a title generator.": "side", "You are a context summarization agent.": "compaction"},
 )
 PI = Harness(
     "pi",
@@ -117,7 +117,11 @@ PI = Harness(
         "You are a context summarization assistant.": "compaction",
     },
 )
-QWEN_CODE = Harness("qwen-code", agents=("qwencode/",))
+QWEN_CODE = Harness(
+    "qwen-code",
+    agents=("qwencode/",),
+    compaction=("You are the component that summarizes a conversation", "Then, produce the <state_snapshot> XML."),
+)
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, PI, QWEN_CODE)
 """In order of recognition; ``GENERIC`` is for everyone else."""
 

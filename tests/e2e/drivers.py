@@ -34,7 +34,8 @@ class Driver:
     what a user would have set. ``finish`` is how the model ends its work. ``agent``: how it starts a sub-agent, with
     a prompt. ``small_context``: a length of context in which the work of a test makes it compact, ``compact`` the
     arguments that make it do so where it does not by itself. ``interrupts``: an interrupt is worth testing, since what
-    was said before it is kept. ``loops``: it acts on what its tools said, over several requests."""
+    was said before it is kept. ``bears_broken_calls``: a call that breaks off does not end
+    its run. ``loops``: it acts on what its tools said, over several requests."""
 
     harness: Harness
     folders: tuple[str, ...]
@@ -47,6 +48,7 @@ class Driver:
     small_context: int = 0
     compact: tuple[str, ...] = ()
     interrupts: bool = True
+    bears_broken_calls: bool = True
     loops: bool = True
 
     @property
@@ -140,6 +142,7 @@ OPENCLAW = Driver(
         lambda path, text: tool("write", {"path": path, "content": text}),
         lambda path, old, new: tool("edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}),
     ),
+    bears_broken_calls=False,
 )
 
 

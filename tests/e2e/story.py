@@ -29,7 +29,7 @@ FIRST_LINE = '    return f"Hello, {name}"'
 LAST_LINE = '    return f"Hello, {name}!"'
 MANY = 'from greet import greet; [print(greet(f"reader-{n}")) for n in range(1, 401)]'
 GREETINGS = f"python3 -c '{MANY}' | tee greetings.txt"
-SUMMARY = "<summary>\ngreet.py greets a name and has a test in test_greet.py.\n</summary>"
+SUMMARY = "<state_snapshot>\ngreet.py greets a name and has a test in test_greet.py.\n</state_snapshot>"
 
 BUILD, BUILT = "Build a greeting tool", "The greeting tool works."
 ADD, ADDED = "Add a test", "The test is in test_greet.py."
@@ -74,10 +74,16 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
         BREAK,
         [{"text": "I will use a tool that is not there."}, {"tool_call": {"name": "teleport", "args": {"to": "home"}}}],
         [{"thinking": "Then this one, without what it needs."}, without_arguments(shell("true"))],
-        [{"text": "Now one that breaks off."}, {"raw": broken_off(shell("echo broken"))}],
+        *(
+            [[{"text": "Now one that breaks off."}, broken_off(shell("echo broken"))]]
+            if driver.bears_broken_calls
+            else []
+        ),
         [{"text": "Now the right one."}, write(test, TEST)],
         finish(MENDED),
     )
+    # After a compaction within its work, opencode goes on by itself.
+    yield from said("Continue if you have next steps", finish(BUILT))
     # mini-swe-agent says as a user what was wrong with a call.
     yield from said("Tool call error", [{"text": "Now the right one."}, write(test, TEST)], finish(MENDED))
     if driver.agent is not None:
@@ -85,17 +91,18 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
         # Where the other one works beside the conversation, there is a second answer when it is done.
         yield from said(DELEGATE, call, finish(DELEGATED), finish(DELEGATED))
         yield from said(COUNT, finish(COUNTED))
+        yield from said("<task-notification>", finish(DELEGATED))
 
 
 def without_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {"tool_call": {"name": call["tool_call"]["name"], "args": {}}}
 
 
-def broken_off(call: dict[str, Any]) -> str:
+def broken_off(call: dict[str, Any]) -> dict[str, str]:
     """In the tiny checkpoint's own format: the answer ends within the last argument."""
     name, arguments = call["tool_call"]["name"], call["tool_call"]["args"]
     parameter = next(name for name, value in arguments.items() if value == "echo broken")
-    return f"<tool_call>\n<function={name}>\n<parameter={parameter}>\necho broken"
+    return {"raw": f"<tool_call>\n<function={name}>\n<parameter={parameter}>\necho broken"}
 
 
 def said(prompt: str, *answers: Sequence[dict[str, Any]]) -> Iterator[Rule]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parsers.conversation import Conversation, Text, Tool, Turn
@@ -20,6 +22,7 @@ def asked(system: str, *tools: Tool) -> Conversation:
         ("opencode/1.18.33 ai-sdk", "You are a title generator. You output", (), "opencode", "side"),
         ("opencode/1.18.33 ai-sdk", "You are opencode", (TOOL,), "opencode", "main"),
         ("opencode/1.18.33 ai-sdk", "You are a title generator. A project's own", (TOOL,), "opencode", "main"),
+        ("opencode/1.18.33", "You are a context summarization agent. You", (), "opencode", "compaction"),
         ("", "You are an expert coding assistant operating inside pi, a", (TOOL,), "pi", "main"),
         ("", "You are a context summarization assistant. Your", (), "pi", "compaction"),
         ("QwenCode/0.24.4 (linux; x64)", "You are Qwen Code", (TOOL,), "qwen-code", "main"),
@@ -31,6 +34,16 @@ def test_who_asks_and_for_what(agent: str, system: str, tools: tuple[Tool, ...],
     conversation = asked(system, *tools)
     harness = recognise(meta, conversation)
     assert (harness.name, identify(harness, meta, conversation).kind) == (name, kind)
+
+
+def test_qwen_code_asks_for_a_summary_with_its_tools() -> None:
+    """After the whole conversation, in the last message."""
+    start = asked("You are Qwen Code", TOOL)
+    ask = "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."
+    conversation = replace(start, turns=(*start.turns, Turn("user", (Text(ask),))))
+    meta = RequestMeta("chat", headers={"user-agent": "QwenCode/0.24.4"})
+    assert identify(recognise(meta, conversation), meta, conversation).kind == "compaction"
+    assert identify(recognise(meta, start), meta, start).kind == "main"
 
 
 def test_opencode_names_its_sessions_and_subagents() -> None:
