@@ -167,7 +167,7 @@ def verdict(console: Console, rows: list[Row], seconds: float) -> int:
     )
     console.print(
         "New: what lies behind the longest prefix ever computed. Where thinking is stripped from the past or a "
-        "client edits it, all that follows reads differently to the model and is new (next user turn, above); "
+        "client edits it, all that follows reads differently to the model and is new (outputs cleared, above); "
         "replayed is what was computed before and had to be computed again.\n"
         f"The stream of the killed worker ended with an error after {seconds:.2f} s; the next worker went on with "
         "what the store had kept (stored).",

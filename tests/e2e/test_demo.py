@@ -21,5 +21,7 @@ def test_agent_session(tmp_path: Path) -> None:
     causes = [row.cause for row in rows]
     (again,) = (row for row in rows if row.name == "the same again")
     assert again.device == 0 and again.stored > 0.9 * again.prompt
-    assert {"side_request", "thinking_stripped", "history_edited"} < set(causes)
+    assert {"side_request", "history_edited"} < set(causes)
+    queries = [row for row in rows if row.name == "next user turn"]
+    assert all(row.replayed == 0 and row.new < 64 for row in queries)  # their thinking stays where it was
     assert all(row.replayed == 0 for row in rows if "tool output" in row.name)
