@@ -33,6 +33,7 @@ def check_reuse(client: Client) -> list[dict[str, Any]]:
     assert requests, "the client asked for nothing"
     for request in requests:
         assert request["cause"] != "none" or request["replayed"] == 0, told
-        # A conversation's first request shares what others of the same client had: how much is nobody's promise.
-        assert request["replayed"] <= PAGE or request["cause"] in ("first_request", "side_request", "subagent"), told
+        # What a conversation's first request, or one with a prompt of its own, shares with others is nobody's promise.
+        in_conversation = request["kind"] == "main" and request["cause"] not in ("first_request", "subagent")
+        assert request["replayed"] <= PAGE or not in_conversation, told
     return requests

@@ -130,7 +130,7 @@ QWEN = Driver(
         lambda path, old, new: tool("edit", {"file_path": path, "old_string": old, "new_string": new}),
     ),
     agent=lambda prompt: tool("agent", {"description": "Count", "prompt": prompt, "subagent_type": "general-purpose"}),
-    small_context=30_000,
+    small_context=24_000,
 )
 OPENCLAW = Driver(
     openclaw.HARNESS,
