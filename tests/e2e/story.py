@@ -84,8 +84,9 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
     )
     # Qwen Code has another agent look through a long conversation for what to remember.
     yield from said("Managed memory has TWO directories", finish("There is nothing to remember."))
-    # After a compaction within its work, it shows the model the files it used last; opencode tells it to go on.
-    yield {"when": {"after_user": "^Recently accessed file"}, "say": finish(BUILT)}
+    # After a compaction within its work, whichever that was, it shows the model the files it used last; opencode tells
+    # it to go on.
+    yield {"when": {"after_user": "^Recently accessed file"}, "say": finish(f"{BUILT} {ADDED}")}
     yield from said("Continue if you have next steps", finish(BUILT))
     # mini-swe-agent says as a user what was wrong with a call.
     yield from said("Tool call error", [{"text": "Now the right one."}, write(test, TEST)], finish(MENDED))
