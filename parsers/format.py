@@ -185,8 +185,8 @@ class Call:
     header: str = ""
     tail: str = ""
     section: Pair | None = None
-    inner: str = "\n"
-    first: str = "\n"
+    inner: str = ""
+    first: str = ""
     between: str = "\n"
     first_alone: bool = False
     """``first`` is written where no text is before the calls, too."""
@@ -205,7 +205,7 @@ class Result:
     lead: str
     open: str
     close: str
-    inner: str = "\n"
+    inner: str = ""
 
 
 @dataclass(frozen=True)

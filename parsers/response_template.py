@@ -105,14 +105,14 @@ def _call(field: Mapping[str, Any]) -> Call:
         return _named_call(opener, closer, _arguments(field.get("content", "text"), field.get("content_args", {})))
     begin, end, content = _text(opener).strip(), _text(closer).strip(), field.get("content", "text")
     if content == "python-call-list":
-        return Call("", "", PythonCalls(), section=Pair(begin, end), inner="", first="", between=", ")
+        return Call("", "", PythonCalls(), section=Pair(begin, end), between=", ")
     if content != "json":
         raise ResponseTemplateError(f"tool_calls: content {content!r} is not understood where the opener has no name")
     names, arguments = _members(field.get("transform"))
     if field.get("transform_each"):
         codec = JsonCall(names, arguments, many=True)
-        return Call("", "", codec, section=Pair(begin, end), inner="", first="", between=", ")
-    return Call(begin, end, JsonCall(names, arguments))
+        return Call("", "", codec, section=Pair(begin, end), between=", ")
+    return Call(begin, end, JsonCall(names, arguments), inner="\n", first="\n")
 
 
 def _named_call(opener: Sequence[_Part], closer: Sequence[_Part], codec: Codec) -> Call:
@@ -121,9 +121,9 @@ def _named_call(opener: Sequence[_Part], closer: Sequence[_Part], codec: Codec) 
     outer, spaced, head = _divided(opener[:at])
     header = f"{head}{{name}}{_text(opener[at + 1 :])}"
     if not spaced:
-        return Call(outer, _text(closer), codec, header=header, inner="", first="", between="")
+        return Call(outer, _text(closer), codec, header=header, between="")
     tail, _, close = _divided(closer)
-    return Call(outer, close or tail, codec, header=header, tail=tail if close else "")
+    return Call(outer, close or tail, codec, header=header, tail=tail if close else "", inner="\n", first="\n")
 
 
 def _divided(parts: Sequence[_Part]) -> tuple[str, bool, str]:
@@ -267,7 +267,7 @@ class _Frames:
             raise ResponseTemplateError("the chat template frames tool outputs in a way that is not understood")
         head, close = before[before.rindex(self._end) + len(self._end) :], behind.removesuffix(self._end)
         if not close.strip():
-            return head, Result("", "", "", inner="")
+            return head, Result("", "", "")
         common = self._user if head.startswith(self._user) else self._user.rstrip()
         header = common if head.startswith(common) else head[: head.find("\n") + 1]
         opener = head[len(header) :]

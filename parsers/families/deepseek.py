@@ -37,10 +37,8 @@ V3 = Format(
         header="function<｜tool▁sep｜>{name}\n```json\n",
         tail="\n```",
         section=_SECTION,
-        inner="",
-        first="",
     ),
-    result=Result("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", inner=""),
+    result=Result("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
     think=Think("<think>", "</think>"),
     switches=Switches(on={}, off={}),
     tools_text=_tools('function<｜tool▁sep｜>the_name\n```json\n{"first": "value"}\n```'),
@@ -51,9 +49,7 @@ V31 = replace(
     name="deepseek_v31",
     models=("DeepSeek-V3.1",),
     turns=replace(
-        _TURNS,
-        tools=Pair("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
-        headless=("<｜tool▁output▁end｜>",),
+        _TURNS, tools=Pair("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"), headless=("<｜tool▁output▁end｜>",)
     ),
     think=Think("<think>", "</think>", inner="", after=""),
     call=Call(
@@ -62,8 +58,6 @@ V31 = replace(
         Json(),
         header="{name}<｜tool▁sep｜>",
         section=_SECTION,
-        inner="",
-        first="",
         between="",
     ),
     switches=Switches(on={"thinking": True}, off={"thinking": False}),
@@ -87,7 +81,6 @@ def _dsml(section: str, space: str) -> Call:
         ),
         header=' name="{name}">\n',
         section=Pair(f"<{mark}{section}>", f"</{mark}{section}>"),
-        inner="",
         first="\n\n",
         first_alone=True,
         around="\n",
@@ -100,12 +93,10 @@ V32 = replace(
     tools_text=None,
     models=("DeepSeek-V3.2",),
     turns=replace(
-        _TURNS,
-        tools=Pair("\n\n<function_results>", "\n</function_results>"),
-        headless=("\n</function_results>",),
+        _TURNS, tools=Pair("\n\n<function_results>", "\n</function_results>"), headless=("\n</function_results>",)
     ),
     call=_dsml("function_calls", ""),
-    result=Result("\n", "<result>", "</result>", inner=""),
+    result=Result("\n", "<result>", "</result>"),
     encoder="deepseek_v32",
 )
 
@@ -117,7 +108,7 @@ V4 = replace(
     models=("DeepSeek-V4",),
     turns=replace(_TURNS, tools=Pair("<｜User｜>", ""), headless=()),
     call=_dsml("tool_calls", ""),
-    result=Result("\n\n", "<tool_result>", "</tool_result>", inner=""),
+    result=Result("\n\n", "<tool_result>", "</tool_result>"),
     switches=Switches(
         always={"drop_thinking": False},
         on={"thinking": True},
@@ -135,11 +126,7 @@ V41 = replace(
     call=_dsml("calls", " "),
     switches=replace(
         V4.switches,
-        efforts={
-            "low": {"reasoning_effort": 50},
-            "high": {"reasoning_effort": 75},
-            "max": {"reasoning_effort": 100},
-        },
+        efforts={"low": {"reasoning_effort": 50}, "high": {"reasoning_effort": 75}, "max": {"reasoning_effort": 100}},
     ),
     encoder="deepseek_v41",
 )

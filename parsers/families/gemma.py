@@ -17,14 +17,6 @@ GEMMA4 = Format(
         headless=("<tool_response|>",),
     ),
     think=Think("<|channel>thought", "<channel|>", after=""),
-    call=Call(
-        "<|tool_call>",
-        "<tool_call|>",
-        Literals(quote='<|"|>'),
-        header="call:{name}",
-        inner="",
-        first="",
-        between="",
-    ),
-    result=Result("", "response:{name}{{value:", "}}", inner=""),
+    call=Call("<|tool_call>", "<tool_call|>", Literals(quote='<|"|>'), header="call:{name}", between=""),
+    result=Result("", "response:{name}{{value:", "}}"),
 )

@@ -19,8 +19,8 @@ GLM45 = Format(
         stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
     ),
     think=Think("<think>", "</think>", inner="", after="\n"),
-    call=Call("<tool_call>", "</tool_call>", _PARAMETERS, header="{name}\n", inner=""),
-    result=Result("\n", "<tool_response>", "</tool_response>"),
+    call=Call("<tool_call>", "</tool_call>", _PARAMETERS, header="{name}\n", first="\n"),
+    result=Result("\n", "<tool_response>", "</tool_response>", inner="\n"),
 )
 
 GLM47 = replace(
@@ -36,7 +36,7 @@ GLM47 = replace(
         first="",
         between="",
     ),
-    result=Result("", "<tool_response>", "</tool_response>", inner=""),
+    result=Result("", "<tool_response>", "</tool_response>"),
     switches=Switches(always={"clear_thinking": False}),
 )
 
@@ -93,11 +93,9 @@ HY3 = replace(
         ),
         header="{name}<tool_sep{suffix}>\n",
         section=Pair("<tool_calls{suffix}>", "</tool_calls{suffix}>"),
-        inner="",
-        first="",
         around="\n",
     ),
-    result=Result("\n", "<tool_response{suffix}>", "</tool_response{suffix}>"),
+    result=Result("\n", "<tool_response{suffix}>", "</tool_response{suffix}>", inner="\n"),
     switches=Switches(
         always={"preserved_thinking": True},
         on={"reasoning_effort": "high"},

@@ -31,8 +31,8 @@ HARMONY = Format(
         tokens=("<|channel|>", "<|constrain|>"),
         preamble="<|channel|>commentary",
     ),
-    call=Call("", "", Json(), inner="", first="", between=""),
-    result=Result("", "{name} to=assistant<|channel|>commentary<|message|>", "", inner=""),
+    call=Call("", "", Json(), between=""),
+    result=Result("", "{name} to=assistant<|channel|>commentary<|message|>", ""),
     switches=Switches(
         on={},
         off={"reasoning_effort": "low"},
@@ -74,11 +74,9 @@ MUSE = Format(
         Tagged(open='<atem:parameter name="', open_end='">', close="</atem:parameter>", trim="none"),
         header=' name="{name}">\n',
         section=Pair("<atem:function_calls>", "</atem:function_calls>"),
-        inner="",
-        first="",
         around="\n",
     ),
-    result=Result("", '{name}<|message|><tool_output name="{name}">', "</tool_output>"),
+    result=Result("", '{name}<|message|><tool_output name="{name}">', "</tool_output>", inner="\n"),
     switches=Switches(
         on={},
         off={"reasoning_strength": "low"},

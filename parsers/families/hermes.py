@@ -21,8 +21,8 @@ HERMES = Format(
     models=("Qwen2.5", "Qwen3", "Hermes-3"),
     turns=replace(CHATML, others=("<|im_start|>tool\n",)),
     think=Think("<think>", "</think>"),
-    call=Call("<tool_call>", "</tool_call>", JsonCall()),
-    result=Result("\n", "<tool_response>", "</tool_response>"),
+    call=Call("<tool_call>", "</tool_call>", JsonCall(), first="\n", inner="\n"),
+    result=Result("\n", "<tool_response>", "</tool_response>", inner="\n"),
 )
 
 PLAIN = replace(
@@ -60,7 +60,7 @@ LONGCAT = replace(
     name="longcat",
     models=("LongCat-Flash",),
     think=Think("<longcat_think>", "</longcat_think>"),
-    call=Call("<longcat_tool_call>", "</longcat_tool_call>", JsonCall()),
+    call=Call("<longcat_tool_call>", "</longcat_tool_call>", JsonCall(), first="\n", inner="\n"),
     turns=Turns(
         system=Pair("SYSTEM:", ""),
         user=Pair(" USER:", ""),
@@ -75,7 +75,7 @@ ERNIE = replace(
     models=("ERNIE-4.5-Thinking",),
     think=Think("<think>", "</think>", after="\n\n\n"),
     answer=Answer("<response>", "</response>", inner="\n"),
-    call=Call("<tool_call>", "</tool_call>", JsonCall(), between="\n\n"),
-    result=Result("\n", "<tool_output>", "</tool_output>", inner=""),
+    call=Call("<tool_call>", "</tool_call>", JsonCall(), between="\n\n", first="\n", inner="\n"),
+    result=Result("\n", "<tool_output>", "</tool_output>"),
     switches=Switches(),
 )

@@ -9,7 +9,7 @@ from parsers.format import Answer, Call, Format, JsonCall, Pair, PythonCalls, Re
 
 
 def _json_list(begin: str, end: str, first: str = "") -> Call:
-    return Call("", "", JsonCall(many=True), section=Pair(begin, end), inner="", first=first, between=", ")
+    return Call("", "", JsonCall(many=True), section=Pair(begin, end), first=first, between=", ")
 
 
 GRANITE3 = Format(
@@ -23,7 +23,7 @@ GRANITE3 = Format(
     think=Think("<think>", "</think>", inner="", after=""),
     answer=Answer("<response>", "</response>"),
     call=_json_list("<|tool_call|>", ""),
-    result=Result("", "", "", inner=""),
+    result=Result("", "", ""),
     switches=Switches(on={"thinking": True}, off={"thinking": False}),
 )
 
@@ -39,7 +39,7 @@ NEMOTRON2 = Format(
     ),
     think=Think("<think>", "</think>"),
     call=_json_list("<TOOLCALL>", "</TOOLCALL>", first="\n"),
-    result=Result("", "<TOOL_RESPONSE>[", "]</TOOL_RESPONSE>", inner=""),
+    result=Result("", "<TOOL_RESPONSE>[", "]</TOOL_RESPONSE>"),
     switches=Switches(on={}, off={}),
 )
 
@@ -56,7 +56,7 @@ HUNYUAN = Format(
     think=Think("<think>", "</think>", after="\n"),
     answer=Answer("<answer>", "</answer>", inner="\n"),
     call=_json_list("<tool_calls>", "</tool_calls>"),
-    result=Result("", "", "", inner=""),
+    result=Result("", "", ""),
 )
 
 STEP3 = Format(
@@ -77,11 +77,9 @@ STEP3 = Format(
         header='function<｜tool_sep｜><steptml:invoke name="{name}">',
         tail="</steptml:invoke>",
         section=Pair("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
-        inner="",
-        first="",
         between="",
     ),
-    result=Result("", "", "", inner=""),
+    result=Result("", "", ""),
     switches=Switches(on={}, off={}),
 )
 
@@ -90,16 +88,8 @@ LFM2 = Format(
     models=("LFM2", "LFM2.5"),
     turns=replace(CHATML, tools=Pair("<|im_start|>tool\n", "<|im_end|>")),
     think=Think("<think>", "</think>", inner="", after=""),
-    call=Call(
-        "",
-        "",
-        PythonCalls(quote="'"),
-        section=Pair("<|tool_call_start|>", "<|tool_call_end|>"),
-        inner="",
-        first="",
-        between=", ",
-    ),
-    result=Result("", "<|tool_response_start|>", "<|tool_response_end|>", inner=""),
+    call=Call("", "", PythonCalls(quote="'"), section=Pair("<|tool_call_start|>", "<|tool_call_end|>"), between=", "),
+    result=Result("", "<|tool_response_start|>", "<|tool_response_end|>"),
     switches=Switches(on={}, off={}),
 )
 
@@ -108,15 +98,7 @@ OLMO3 = Format(
     models=("OLMo-3",),
     turns=replace(CHATML, tools=Pair("<|im_start|>environment\n", "<|im_end|>")),
     think=Think("<think>", "</think>", inner="", after=""),
-    call=Call(
-        "",
-        "",
-        PythonCalls(many=False),
-        section=Pair("<function_calls>", "</function_calls>"),
-        inner="",
-        first="",
-        between="\n",
-    ),
-    result=Result("", "", "", inner=""),
+    call=Call("", "", PythonCalls(many=False), section=Pair("<function_calls>", "</function_calls>"), between="\n"),
+    result=Result("", "", ""),
     switches=Switches(on={}, off={}),
 )

@@ -22,12 +22,10 @@ LLAMA3 = Format(
         "",
         JsonCall(arguments=("parameters", "arguments")),
         section=Pair("<|python_tag|>", ""),
-        inner="",
-        first="",
         between="; ",
         bare=True,
     ),
-    result=Result("", "", "", inner=""),
+    result=Result("", "", ""),
     switches=Switches(on={}, off={}),
 )
 
@@ -43,14 +41,5 @@ LLAMA4 = replace(
         end="<|eot|>",
         stops=("<|eom|>", "<|end_of_text|>"),
     ),
-    call=Call(
-        "",
-        "",
-        PythonCalls(),
-        section=Pair("<|python_start|>", "<|python_end|>"),
-        inner="",
-        first="",
-        between=", ",
-        bare=True,
-    ),
+    call=Call("", "", PythonCalls(), section=Pair("<|python_start|>", "<|python_end|>"), between=", ", bare=True),
 )

@@ -12,12 +12,7 @@ M2 = Format(
     name="minimax_m2",
     models=("MiniMax-M2", "MiniMax-M2.5", "MiniMax-M2.7"),
     turns=Turns.framed(
-        system="]~b]system\n",
-        user="]~b]user\n",
-        assistant="]~b]ai\n",
-        tools="]~b]tool",
-        end="[e~[",
-        tail="\n",
+        system="]~b]system\n", user="]~b]user\n", assistant="]~b]ai\n", tools="]~b]tool", end="[e~[", tail="\n"
     ),
     think=Think("<think>", "</think>"),
     call=Call(
@@ -26,11 +21,11 @@ M2 = Format(
         Tagged(open='<parameter name="', open_end='">', close="</parameter>", trim="none"),
         header=' name="{name}">\n',
         section=Pair("<minimax:tool_call>", "</minimax:tool_call>"),
-        inner="",
         first_alone=True,
         around="\n",
+        first="\n",
     ),
-    result=Result("\n", "<response>", "</response>", inner=""),
+    result=Result("\n", "<response>", "</response>"),
     switches=Switches(on={}, off={}),
 )
 
@@ -46,8 +41,6 @@ M3 = replace(
         Elements(prefix=_MARK),
         header=' name="{name}">',
         section=Pair(f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"),
-        inner="",
-        first="",
         around="\n",
     ),
     switches=Switches(

@@ -19,16 +19,8 @@ V3 = Format(
     name="mistral_v3",
     models=("Mistral-7B-v0.3", "Mistral-Nemo", "Mistral-Large-2"),
     turns=_TURNS,
-    call=Call(
-        "",
-        "",
-        JsonCall(many=True, id_key="id"),
-        section=Pair("[TOOL_CALLS]", ""),
-        inner="",
-        first="",
-        between=", ",
-    ),
-    result=Result("", "", "", inner=""),
+    call=Call("", "", JsonCall(many=True, id_key="id"), section=Pair("[TOOL_CALLS]", ""), between=", "),
+    result=Result("", "", ""),
     switches=Switches(on={}, off={}),
     call_ids="nine",
 )
@@ -37,7 +29,7 @@ V11 = replace(
     V3,
     name="mistral_v11",
     models=("Mistral-Small-3.2",),
-    call=Call("[TOOL_CALLS]", "", Json(), header="{name}[CALL_ID]{id}[ARGS]", inner="", first="", between=""),
+    call=Call("[TOOL_CALLS]", "", Json(), header="{name}[CALL_ID]{id}[ARGS]", between=""),
 )
 
 V13 = replace(
@@ -45,5 +37,5 @@ V13 = replace(
     name="mistral_v13",
     models=("Devstral", "Magistral", "Ministral-3"),
     think=Think("[THINK]", "[/THINK]", inner="", after=""),
-    call=Call("[TOOL_CALLS]", "", Json(), header="{name}[ARGS]", inner="", first="", between=""),
+    call=Call("[TOOL_CALLS]", "", Json(), header="{name}[ARGS]", between=""),
 )

@@ -14,8 +14,16 @@ QWEN3_XML = Format(
     models=("Qwen3-Coder", "Qwen3.5", "Qwen3.6"),
     turns=CHATML,
     think=Think("<think>", "</think>"),
-    call=Call("<tool_call>", "</tool_call>", PARAMETERS, header="<function={name}>", tail="</function>", first="\n\n"),
-    result=Result("\n", "<tool_response>", "</tool_response>"),
+    call=Call(
+        "<tool_call>",
+        "</tool_call>",
+        PARAMETERS,
+        header="<function={name}>",
+        tail="</function>",
+        first="\n\n",
+        inner="\n",
+    ),
+    result=Result("\n", "<tool_response>", "</tool_response>", inner="\n"),
     switches=Switches(always={"preserve_thinking": True}),
 )
 
@@ -49,7 +57,7 @@ STEP35 = replace(
     turns=replace(CHATML, tools=Pair("<|im_start|>tool_response", "<|im_end|>")),
     think=Think("<think>", "</think>", after="\n"),
     call=replace(QWEN3_XML.call, first="", between=""),
-    result=Result("\n", "<tool_response>", "</tool_response>", inner=""),
+    result=Result("\n", "<tool_response>", "</tool_response>"),
     switches=Switches(on={}, off={}),
 )
 
@@ -71,8 +79,9 @@ SEED = Format(
         header="<function={name}>",
         tail="</function>",
         first="\n\n",
+        inner="\n",
     ),
-    result=Result("", "", "", inner=""),
+    result=Result("", "", ""),
     switches=Switches(
         on={"thinking_budget": -1},
         off={"thinking_budget": 0},
