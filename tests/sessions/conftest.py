@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from parsers.conversation import Block, Conversation, Text, Thinking, Tool, Tool
 from parsers.events import Boundary, Event, TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Effort
 from parsers.load import Family, Probe, Prompt, Span, load_family
-from sessions.persist import Persist
+from sessions.persist import Persist, PersistConfig
 from sessions.session import Limits
 from sessions.tracker import RequestMeta, ReuseReport, Sessions, Visit
+from tests.sessions.persist_support import Open
 
 WORD = re.compile(r"<[/a-z_]+>|\w+|\s+|[^\w\s]")
 
@@ -348,3 +349,20 @@ def keeping_world() -> World:
 @pytest.fixture(scope="session")
 def worlds() -> Any:
     return make_world
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens the one directory of a test; the next opening closes the one before."""
+    made: list[Persist] = []
+
+    def open_it(**changes: Any) -> Persist:
+        for persist in made:
+            persist.close()
+        config = PersistConfig(tmp_path / "sessions", commit_seconds=0.001, clock=lambda: 0.0)
+        made.append(Persist(replace(config, **changes)))
+        return made[-1]
+
+    yield open_it
+    for persist in made:
+        persist.close()
