@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
@@ -49,6 +49,17 @@ class Stops:
         return len(text)
 
 
+class _Edge(NamedTuple):
+    """Where a token ends."""
+
+    characters: int
+    tokens: int
+    silent: int
+    """Tokens with those behind them that have no characters."""
+    unfinished: bool = False
+    """The token has bytes of what comes next, too."""
+
+
 class Source:
     """Buffered input with absolute character positions, each of which maps to a token."""
 
@@ -65,56 +76,55 @@ class Source:
         """The delimiter that was returned last; it lies at ``at``."""
         self.logs: list[list[str]] = []
         """Consumed text, while it may still turn out to be no call."""
-        # (characters, tokens, tokens with those behind them that have no characters) at each edge of a token
-        self._edges: deque[tuple[int, int, int]] = deque([(0, 0, 0)])
+        self._edges = deque([_Edge(0, 0, 0)])
         self._length = 0
         self._tokens = 0
-        self._unfinished = False
-        """The token at the last edge has bytes of what comes next."""
 
     def push(self, text: str, unfinished: bool = False) -> None:
         """Append the text of one more token. ``unfinished``: it ends within a code point, which may be all of it."""
         self._tokens += 1
         if text:
-            self.append(text, unfinished)
+            self._reaches(text, unfinished)
         else:
-            self._edges[-1] = (*self._edges[-1][:2], self._tokens)
+            self._edges[-1] = self._edges[-1]._replace(silent=self._tokens)
 
-    def append(self, text: str, unfinished: bool = False) -> None:
+    def append(self, text: str) -> None:
         """Append text that belongs to the last token (the flush of an unfinished code point)."""
         if text:
-            self.buffer += text
-            self._length += len(text)
-            if self._unfinished:  # the token before reaches into this text
+            if self._edges[-1].unfinished:
                 self._edges.pop()
-            self._edges.append((self._length, self._tokens, self._tokens))
-            self._unfinished = unfinished
+            self._reaches(text, unfinished=False)
+
+    def _reaches(self, text: str, unfinished: bool) -> None:
+        self.buffer += text
+        self._length += len(text)
+        self._edges.append(_Edge(self._length, self._tokens, self._tokens, unfinished))
 
     def end(self, natural: bool) -> None:
         self.ended, self.natural = True, natural
 
     def token_at(self, position: int) -> tuple[int, bool, str]:
-        """(tokens before ``position``, exact, text of the straddling token past it).
+        """(tokens before ``position``, exact, text of the straddling token past it, half a code point as U+FFFD).
 
         ``position`` is that of the last stop (``at``) or of the next character (``position``).
         """
-        edges = self._edges
-        before = edges[0]
-        for edge in edges:
-            if edge[0] > position:
-                if before[0] == position:
-                    return before[1], True, ""
+        before = self._edges[0]
+        for edge in self._edges:
+            if edge.characters > position or (edge.unfinished and edge.characters == position):
+                if before.characters == position:
+                    break
                 known = self.stop + self.buffer if position == self.at else self.buffer
-                return before[2], False, known[: edge[0] - position]
+                half = "\ufffd" if edge.unfinished else ""
+                return before.silent, False, known[: edge.characters - position] + half
             before = edge
-        return (edges[-2][2], False, "\ufffd") if self._unfinished else (before[1], True, "")
+        return before.tokens, True, ""
 
     def advance(self, count: int) -> str:
         text, self.buffer = self.buffer[:count], self.buffer[count:]
         self.position += count
         for log in self.logs:
             log.append(text)
-        while len(self._edges) > 2 and self._edges[2][0] <= self.at:  # the last edge may still move
+        while len(self._edges) > 2 and self._edges[2].characters <= self.at:  # the last edge may still move
             self._edges.popleft()
         return text
 

@@ -297,3 +297,14 @@ def test_half_a_code_point_belongs_to_the_token_that_has_it() -> None:
             end = next(one for one in family.parse(ids).boundaries if one.kind == "thinking_end")
             assert end.exact == (len(pieces) == 2)
             assert family.characters_before(ids, end) == len("<think></think>\n")
+
+
+def test_a_token_that_ends_within_a_code_point_straddles_with_all_that_it_has() -> None:
+    """Half a code point is no edge between tokens, but what is in the token after it is none of the one before."""
+    source = Source()
+    source.push("ab", unfinished=True)
+    source.advance(1)
+    assert source.token_at(1) == (0, False, "b\ufffd") and source.token_at(2) == (0, False, "\ufffd")
+    source.push("écd")
+    assert source.token_at(1) == (0, False, "b\ufffd") and source.token_at(2) == (0, False, "\ufffd")
+    assert source.token_at(3) == (1, False, "cd") and source.token_at(5) == (2, True, "")

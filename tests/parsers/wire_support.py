@@ -152,18 +152,15 @@ NAMES = tuple(known.name for known in FORMATS)
 
 
 def respelled(tokenizer: Loose, ids: Sequence[int], seed: int, sizes: Sequence[int] = (1, 1, 2, 3, 5, 9)) -> list[int]:
-    """The same text in other tokens: control tokens stay, the rest is cut anywhere; some letters come byte by byte."""
+    """The same text in other tokens: control tokens stay, the rest is cut anywhere, letters too."""
     chance, found, run = random.Random(seed), list[int](), bytearray()
     control = set(tokenizer.control.values())
 
     def flush() -> None:
-        pieces = re.findall(rb"[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]*|[\x80-\xbf]", bytes(run))
-        run.clear()
-        while pieces:
+        while run:
             size = chance.choice(sizes)
-            chunk, pieces[:size] = b"".join(pieces[:size]), []
-            bytewise = size == 1 and chance.random() < 0.5
-            found.extend(map(tokenizer.piece, [bytes([byte]) for byte in chunk] if bytewise else [chunk]))
+            found.append(tokenizer.piece(bytes(run[:size])))
+            del run[:size]
 
     for token in ids:
         if token in control:
