@@ -1,0 +1,133 @@
+"""A decode step as one CUDA graph for each number of sequences.
+
+All that changes from step to step lies in one static buffer, which is copied to the device as one piece; the graph
+reads it there. Without a GPU the same step runs at once, over the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.ops import Batch
+from engine.models.model import Cache, Model
+from engine.runner import Rows
+
+Finish = Callable[[Tensor], Tensor]
+"""What a step makes of its logits [rows, vocab], inside the graph: masks, sampling."""
+
+_WARM_UPS = 2
+
+
+class Inputs:
+    """A batch of one token for each of ``rows`` sequences, in a buffer on the host and its copy on the device."""
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        sizes = (8 * rows, 4 * rows, 16 * rows, 4 * rows * pages)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._tokens, self._positions, self._segments, self._table = (
+            view.numpy() for view in _views(self._host, sizes, rows)
+        )
+        self._tables: list[tuple[int, ...]] = [()] * rows
+        tokens, positions, segments, table = _views(self._device, sizes, rows)
+        self.batch = Batch(
+            tokens=tokens,
+            positions=positions,
+            segments=segments,
+            page_table=table,
+            snapshots=torch.empty(0, 3, dtype=torch.int32, device=device),
+            logit_rows=torch.arange(rows, device=device),
+        )
+
+    def fill(self, parts: Sequence[Rows]) -> None:
+        """The copy is on the current stream; the last one must have been made."""
+        width = self._table.shape[1]
+        for row, part in enumerate(parts):
+            if len(part.tokens) != 1 or part.snapshots or len(part.table) > width:
+                raise ValueError(f"a decode step takes one token, no snapshots and at most {width} pages of each")
+            self._tokens[row] = part.tokens[0]
+            self._positions[row] = part.position
+            self._segments[row] = (row, 1, part.position, part.slot)
+            table = tuple(part.table)
+            if table != self._tables[row]:  # it is long, and mostly the same as in the last step
+                self._table[row] = -1
+                self._table[row, : len(table)] = table
+                self._tables[row] = table
+        self._device.copy_(self._host, non_blocking=True)
+
+
+def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, positions, segments, table = torch.split(buffer, list(sizes))
+    return (
+        tokens.view(torch.int64),
+        positions.view(torch.int32),
+        segments.view(torch.int32).view(rows, 4),
+        table.view(torch.int32).view(rows, -1),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """``graph`` is None where the step runs at once; ``out`` is then what the last run made."""
+
+    inputs: Inputs
+    graph: torch.cuda.CUDAGraph | None
+    out: Tensor
+
+
+class DecodeSteps:
+    """Decode steps of a model over its cache. ``pages``: of the longest sequence.
+
+    ``scratch``: a page and a state slot that no sequence has: new graphs are warmed up there.
+    """
+
+    def __init__(
+        self, model: Model, cache: Cache, finish: Finish, *, pages: int, scratch: tuple[int, int], device: torch.device
+    ) -> None:
+        self._model, self._cache, self._finish = model, cache, finish
+        self._pages, self._device = pages, device
+        self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
+        self._steps: dict[int, Step] = {}
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Rows]) -> Tensor:
+        """What ``finish`` made, on the device; the next step of as many sequences overwrites it. Does not wait."""
+        step = self.prepare(len(parts))
+        step.inputs.fill(parts)
+        if step.graph is None:
+            return self._forward(step.inputs.batch)
+        step.graph.replay()
+        return step.out
+
+    @torch.inference_mode()
+    def prepare(self, rows: int) -> Step:
+        """The step of so many sequences, captured if it is new."""
+        if rows not in self._steps:
+            inputs = Inputs(rows, self._pages, self._device)
+            if self._device.type == "cuda":
+                self._steps[rows] = self._capture(inputs, rows)
+            else:
+                self._steps[rows] = Step(inputs, None, torch.empty(0))
+        return self._steps[rows]
+
+    def _capture(self, inputs: Inputs, rows: int) -> Step:
+        inputs.fill([self._scratch] * rows)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._forward(inputs.batch)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = self._forward(inputs.batch)
+        return Step(inputs, graph, out)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        return self._finish(self._model.forward(batch, self._cache))
