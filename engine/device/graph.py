@@ -117,15 +117,11 @@ class DecodeSteps:
 
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._forward(inputs.batch)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        for _ in range(_WARM_UPS):
+            self._forward(inputs.batch)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = self._forward(inputs.batch)
         return Step(inputs, graph, out)
 
