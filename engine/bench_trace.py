@@ -1,0 +1,29 @@
+"""Routing for benches: random weights have no locality, so the experts of each step are drawn to hit as often as told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class ForcedRouting:
+    """``ids`` int32 [layers, rows, k] on the device: what the routers of the next step are replaced by."""
+
+    def __init__(self, layers: int, experts: int, rows: int, k: int, device: torch.device, seed: int = 1) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._experts = experts
+        self.ids = torch.zeros(layers, rows, k, dtype=torch.int32, device=device)
+        self._like = torch.empty(layers, rows, experts, device=device)
+        self.draw(torch.full((layers * experts,), -1, dtype=torch.int32, device=device), 0.0)
+
+    def draw(self, slot_of: Tensor, rate: float) -> None:
+        """New ids, on the current stream. Each is, with probability ``rate``, one of its layer's experts that
+        ``slot_of`` int32 [layers * experts] has on the device (>= 0), else one of the others; a row's are distinct as
+        long as a layer has ``k`` of both."""
+        layers, rows, k = self.ids.shape
+        resident = (slot_of >= 0).view(layers, 1, self._experts)
+        order = torch.rand(self._like.shape, generator=self._generator, device=self._like.device)
+        hits = torch.where(resident, order, order - 2).topk(k, dim=2).indices
+        misses = torch.where(resident, order - 2, order).topk(k, dim=2).indices
+        chance = torch.rand(self.ids.shape, generator=self._generator, device=self._like.device)
+        self.ids.copy_(torch.where(chance < rate, hits, misses))
