@@ -1,4 +1,4 @@
-"""Routing for benches: random weights have no locality, so the experts of each step are drawn to hit as often as told."""
+"""Routing for benches: random weights have no locality, so experts are drawn so that they hit as often as told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ForcedRouting:
         """New ids, on the current stream. Each is, with probability ``rate``, one of its layer's experts that
         ``slot_of`` int32 [layers * experts] has on the device (>= 0), else one of the others; a row's are distinct as
         long as a layer has ``k`` of both."""
-        layers, rows, k = self.ids.shape
+        layers, _, k = self.ids.shape
         resident = (slot_of >= 0).view(layers, 1, self._experts)
         order = torch.rand(self._like.shape, generator=self._generator, device=self._like.device)
         hits = torch.where(resident, order, order - 2).topk(k, dim=2).indices
