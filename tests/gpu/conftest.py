@@ -1,0 +1,20 @@
+"""GPU kernels without a GPU: Triton's interpreter on CPU tensors, for which the variable precedes Triton's import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What a kernel leaves unwritten is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
