@@ -12,7 +12,7 @@ PAGE = 64
 """Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-WorkerCause = Literal["none", "no_anchor", "evicted", "worker_restart", "corrupt"]
+WorkerCause = Literal["none", "no_anchor", "evicted", "worker_restart", "corrupt", "unreported"]
 ErrorKind = Literal["context_length", "invalid", "overloaded", "worker_lost", "internal"]
 
 
@@ -85,13 +85,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Where a prompt's tokens came from. device + host + disk + replayed + new == prompt tokens.
+    """Where a prompt's tokens came from. device + host + disk + remote + replayed + new == prompt tokens.
 
-    ``resumed`` tokens (device + host + disk: where their pages were) were restored; ``replayed`` were computed before
-    and had to be computed again; ``new`` lie past the divergence. ``cause`` is why replayed > 0, as far as the worker
-    can know: ``none`` (nothing replayed), ``no_anchor`` (no checkpoint near enough), ``evicted`` (there was one),
-    ``worker_restart`` (a worker before this one computed them: there are its pages, and no checkpoint near enough),
-    ``corrupt`` (something was read for this request, and wrong).
+    ``resumed`` tokens (device + host + disk: where their pages were; remote: in a tier that a remote engine does not
+    name) were restored; ``replayed`` were computed before and had to be computed again; ``new`` lie past the
+    divergence. ``cause`` is why replayed > 0, as far as the worker can know: ``none`` (nothing replayed), ``no_anchor``
+    (no checkpoint near enough), ``evicted`` (there was one), ``worker_restart`` (a worker before this one computed
+    them: there are its pages, and no checkpoint near enough), ``corrupt`` (something was read for this request, and
+    wrong), ``unreported`` (a remote engine does not tell what it reused: all counts as new).
     """
 
     device: int
@@ -100,10 +101,11 @@ class Reuse:
     replayed: int
     new: int
     cause: WorkerCause = "none"
+    remote: int = 0
 
     @property
     def resumed(self) -> int:
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.disk + self.remote
 
     @property
     def divergence(self) -> int:

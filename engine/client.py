@@ -8,7 +8,8 @@ import time
 import uuid
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from engine.api import (
     Abort,
@@ -54,7 +55,15 @@ class QueueFull(EngineError):
         super().__init__("overloaded", f"{limit} requests are open already", limit)
 
 
-class _Inbox:
+class Owner(Protocol):
+    """Of streams: ends their requests."""
+
+    def abort(self, request_id: str) -> None: ...
+
+    def abandon(self, request_id: str) -> None: ...
+
+
+class Inbox:
     """What arrived for one request. The client holds it, so that replies to an abandoned stream have a place to go."""
 
     def __init__(self) -> None:
@@ -86,7 +95,7 @@ class _Inbox:
 class EngineStream:
     """One request's replies. A stream that nobody holds any more aborts its request."""
 
-    def __init__(self, client: EngineClient, request_id: str, inbox: _Inbox) -> None:
+    def __init__(self, client: Owner, request_id: str, inbox: Inbox) -> None:
         self.id = request_id
         self._client = client
         self._inbox = inbox
@@ -134,10 +143,45 @@ class EngineStream:
         self._client.abort(self.id)
 
 
-def _abandon(loop: asyncio.AbstractEventLoop, client: EngineClient, request_id: str) -> None:
+def _abandon(loop: asyncio.AbstractEventLoop, client: Owner, request_id: str) -> None:
     """The garbage collector may run in any thread, and after the loop has gone."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(client.abandon, request_id)
+
+
+class Engine(Protocol):
+    """What the server wants of whoever computes for it: a worker process of ours, or a remote engine."""
+
+    lost: int
+
+    @property
+    def info(self) -> ModelInfo | None: ...
+
+    @property
+    def open(self) -> int: ...
+
+    @property
+    def stalled_seconds(self) -> float: ...
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        """Of what kind it is, for people."""
+        ...
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """What it cannot do, by name, and why."""
+        ...
+
+    async def ready(self, timeout: float) -> ModelInfo: ...
+
+    def submit(self, request: Request) -> EngineStream: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    async def stats(self) -> Stats: ...
+
+    async def admin(self, action: AdminAction, **arguments: str) -> AdminReply: ...
 
 
 class EngineClient:
@@ -156,11 +200,19 @@ class EngineClient:
         self._connected = asyncio.Event()
         """Set while there is a worker, and for good once there will be none."""
         self._closed = False
-        self._open: dict[str, _Inbox] = {}
+        self._open: dict[str, Inbox] = {}
         self._stats: asyncio.Future[Stats] | None = None
         self._pong: asyncio.Future[Pong] | None = None
         self._admin: dict[str, asyncio.Future[AdminReply]] = {}
         self._pinged = self._step_seconds = 0.0
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        return {"kind": "worker"}
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        return {}
 
     @property
     def info(self) -> ModelInfo | None:
@@ -230,7 +282,7 @@ class EngineClient:
         except MessageError as error:
             raise EngineError("invalid", str(error)) from error
         self._writer.write(frame)
-        inbox = self._open[request.id] = _Inbox()
+        inbox = self._open[request.id] = Inbox()
         return EngineStream(self, request.id, inbox)
 
     def abort(self, request_id: str) -> None:

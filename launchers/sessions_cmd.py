@@ -23,6 +23,7 @@ SOURCES = (
     ("device", "█", "green"),
     ("host", "▓", "cyan"),
     ("disk", "▒", "blue"),
+    ("remote", "■", "magenta"),
     ("replayed", "x", "red"),
     ("new", "·", "default"),
 )
@@ -71,7 +72,9 @@ class Sessions:
             f"session {summary['id']}, {summary['harness']}, {summary['requests']:,} requests, "
             f"{summary['tokens']:,} tokens kept{', pinned' if summary['pinned'] else ''}"
         )
-        console.print(Text.assemble(*((f"{sign} {source}  ", colour) for source, sign, colour in SOURCES)))
+        remote = any(request.get("remote") for request in detail["requests"])
+        legend = [one for one in SOURCES if one[0] != "remote" or remote]
+        console.print(Text.assemble(*((f"{sign} {source}  ", colour) for source, sign, colour in legend)))
         console.print(timeline(detail["requests"]))
         return 0
 
@@ -159,7 +162,7 @@ def bar(request: dict[str, Any], longest: int) -> Text:
     """``longest`` is the number of tokens of a full bar. Whatever there is of something shows."""
     shown = Text()
     for source, sign, colour in SOURCES:
-        count = request[source]
+        count = request.get(source, 0)
         shown.append(sign * (max(1, round(BAR * count / longest)) if count else 0), colour)
     return shown
 

@@ -31,6 +31,7 @@ Cause = Literal[
     "worker_restart",
     "fingerprint",
     "corrupt",
+    "unreported",
 ]
 
 GRAIN = 64
@@ -129,8 +130,9 @@ def facts(
 
 
 def counted(seen: Facts) -> Reuse:
-    """The worker's numbers, with what the branch knows to be computed before counted as replayed instead of new."""
-    missing = max(seen.forgotten, 0)
+    """The worker's numbers, with what the branch knows to be computed before counted as replayed instead of new; where
+    a remote engine tells no numbers, there is nothing to count."""
+    missing = 0 if seen.worker_cause == "unreported" else max(seen.forgotten, 0)
     return Reuse(seen.reuse.resumed, seen.reuse.replayed + missing, seen.reuse.new - missing)
 
 
@@ -141,6 +143,11 @@ def explain(seen: Facts) -> Cause | None:
 
 def _corrupt(seen: Facts) -> Cause | None:
     return "corrupt" if seen.worker_cause == "corrupt" else None
+
+
+def _unreported(seen: Facts) -> Cause | None:
+    """What a remote engine reused, it alone knows."""
+    return "unreported" if seen.worker_cause == "unreported" else None
 
 
 def _side(seen: Facts) -> Cause | None:
@@ -205,6 +212,11 @@ def _effort(seen: Facts) -> Cause | None:
     return None if edited or (level and span.turn >= seen.now.head) else "effort_changed"
 
 
+def _another(seen: Facts) -> Cause | None:
+    """A prompt that is no conversation, and continues none that is known."""
+    return "text_changed" if seen.now.kind == "raw" else None
+
+
 def _compacted(seen: Facts) -> Cause | None:
     """After a request for a summary everything may be new, the head as well."""
     asked = seen.last is not None and seen.last.kind == "compaction" and seen.now.kind != "compaction"
@@ -255,11 +267,13 @@ def _changed(seen: Facts) -> Cause | None:
 
 RULES: tuple[Callable[[Facts], Cause | None], ...] = (
     _corrupt,
+    _unreported,
     _side,
     _first,
     _fingerprint,
     _restarted,
     _appended,
+    _another,
     _compacted,
     _tools,
     _system,

@@ -34,7 +34,8 @@ class Limits:
 @dataclass(frozen=True)
 class RequestRecord:
     """One request of a session's timeline. Counts are in tokens, ``time`` in seconds of the given clock. ``device``,
-    ``host`` and ``disk`` say where what was ``resumed`` came from."""
+    ``host``, ``disk`` and ``remote`` (a tier that a remote engine does not name) say where what was ``resumed`` came
+    from."""
 
     number: int
     time: float
@@ -50,6 +51,7 @@ class RequestRecord:
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
 
 
 @dataclass(frozen=True)

@@ -341,6 +341,7 @@ class Sessions:
                 report.device,
                 report.host,
                 report.disk,
+                report.remote,
             )
         )
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch
@@ -355,7 +356,7 @@ class Sessions:
 
     def _keep_answer(self, session: Session, branch: Branch, done: Finished, answered: Asked) -> None:
         place = done.place
-        if done.sampled.ids:
+        if done.sampled.ids and place.kind != "raw":
             session.journal.record(done.blocks, done.sampled, place.link, branch.name)
         branch.remember(answered)
         if place.scope:

@@ -37,12 +37,14 @@ class ReuseReport:
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
     explained: bool = True
     divergence: Divergence = "append"
 
     def header(self) -> str:
+        remote = f"remote={self.remote}, " if self.remote else ""
         return (
-            f"resumed={self.resumed}, device={self.device}, host={self.host}, disk={self.disk}, "
+            f"resumed={self.resumed}, device={self.device}, host={self.host}, disk={self.disk}, {remote}"
             f"replayed={self.replayed}, new={self.new}, cause={self.cause}"
         )
 
@@ -133,10 +135,19 @@ class Visit:
         return "ft" + secrets.token_hex(16)
 
     def report(
-        self, prompt: Prompt, *, resumed: int, replayed: int, new: int, worker_cause: str, host: int = 0, disk: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        resumed: int,
+        replayed: int,
+        new: int,
+        worker_cause: str,
+        host: int = 0,
+        disk: int = 0,
+        remote: int = 0,
     ) -> ReuseReport:
-        """``resumed`` etc. are the worker's numbers, at admission its plan; ``host`` and ``disk`` are parts of
-        ``resumed``. The first report says that the request was accepted."""
+        """``resumed`` etc. are the worker's numbers, at admission its plan; ``host``, ``disk`` and ``remote`` are parts
+        of ``resumed``. The first report says that the request was accepted."""
         accept, self._accept = self._accept, None
         if accept is not None:
             self._place = accept(self._place)
@@ -150,9 +161,10 @@ class Visit:
             reuse.replayed,
             reuse.new,
             cause or "history_edited",
-            reuse.resumed - host - disk,
+            reuse.resumed - host - disk - remote,
             host,
             disk,
+            remote,
             cause is not None,
             divergence(seen),
         )

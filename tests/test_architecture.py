@@ -15,7 +15,8 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 WORKER_ONLY = ("torch", "triton", "xgrammar")
 """Modules that only worker processes may import: a fault in them must never take the API down."""
 
-TORCH_FREE_ENGINE = {"engine.api", "engine.client", "engine.messages"}
+TORCH_FREE_ENGINE = {"engine.api", "engine.client", "engine.messages", "engine.refusal"}
+"""And the room of remote engines."""
 
 
 def module_name(path: Path) -> str:
@@ -23,7 +24,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TORCH_FREE = [name for name in map(module_name, SOURCES) if not name.startswith("engine") or name in TORCH_FREE_ENGINE]
+TORCH_FREE = [
+    name
+    for name in map(module_name, SOURCES)
+    if not name.startswith("engine") or name in TORCH_FREE_ENGINE or name.startswith("engine.remote")
+]
 
 
 def tracked() -> list[Path]:
