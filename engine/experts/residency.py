@@ -1,0 +1,243 @@
+"""Which experts are on the device, and where each one that a layer needs is computed.
+
+One slot space holds the experts of all layers, keyed by ``flat = layer * experts + expert``. Of the experts that a call
+misses, ``F`` parts go over the link, most recently active experts first; whole ones replace the least valuable of a
+window of slots and stay, a remainder goes to the scratch slot and does not. The CPU computes the other parts.
+
+Integers only: ``resolve`` here is the definition; engine/kernels/resolve.py does the same on the device bit for bit.
+
+An expert's value is log2 of how often it was used, each use halved once every half-life, in 1/256 of a half-life on a
+time axis that grows: value = log2(2^value + 2^now) with ``bump`` as its table (Lee et al., "LRFU", IEEE Transactions on
+Computers 50(12), 2001). With a table of zeros it is the last use, and the policy LRU. Times and values are 32 bits that
+wrap; only differences count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.experts.layout import Layout
+
+WINDOW = 256
+"""Slots that one call looks through for victims."""
+MOST_PAIRS = 256
+"""Rows times ranks of one call."""
+ONE = 1 << 16
+"""A share of 1."""
+SHIFT = 4
+ENTRIES = 160
+SPAN = ENTRIES << SHIFT
+"""Uses farther apart than this do not add up: 10 half-lives. A new expert was last used so long ago."""
+HITS, FETCHED, CPU, BYTES = range(4)
+"""Places in ``counters``: parts found on the device, parts fetched, parts left to the CPU, bytes fetched."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How far the time moves from one token to the next, and from one layer to the next; what a use adds."""
+
+    name: str
+    per_step: int
+    per_layer: int
+    bump: tuple[int, ...]
+
+
+def lru(layers: int) -> Policy:
+    return Policy("lru", layers, 1, (0,) * ENTRIES)
+
+
+def decayed(half_life: int) -> Policy:
+    """Frequency with a half-life in tokens, a power of two of at most 256."""
+    if half_life not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        raise ValueError(f"the half-life must be a power of two of at most 256 tokens, not {half_life}")
+    bump = tuple(round(256 * math.log2(1 + 2 ** (-(index << SHIFT) / 256))) for index in range(ENTRIES))
+    return Policy(f"decayed-{half_life}", 256 // half_life, 0, bump)
+
+
+def policies(layers: int) -> Mapping[str, Policy]:
+    return {policy.name: policy for policy in (lru(layers), decayed(32), decayed(128))}
+
+
+@dataclass(frozen=True)
+class Residency:
+    """``slot_of`` int32 [layers * experts] and ``owner`` int32 [slots], each other's inverse, -1 for none; ``value``
+    int32 [layers * experts]; ``clock`` and ``hand`` int32 [1]: tokens so far, where the next window begins;
+    ``counters`` int64 [4]; ``work`` int32 [layers, 3]: a layer's last call, as the first three counters; ``share``
+    int32 [layers]: what goes over the link, in 1/ONE of the missing parts; ``pace`` int32 [2] and ``bump`` int32
+    [ENTRIES]: the policy; ``part_bytes`` int32 [parts + 1]: bytes of an expert's first so many parts."""
+
+    experts: int
+    slot_of: Tensor
+    owner: Tensor
+    value: Tensor
+    clock: Tensor
+    hand: Tensor
+    counters: Tensor
+    work: Tensor
+    share: Tensor
+    pace: Tensor
+    bump: Tensor
+    part_bytes: Tensor
+
+    @staticmethod
+    def create(layout: Layout, layers: int, experts: int, slots: int, device: torch.device) -> Residency:
+        """Nothing is resident yet. ``slots`` without the scratch slot, which comes after them."""
+        if slots < 1:
+            raise ValueError("experts need at least one slot on the device besides the scratch slot")
+
+        def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        residency = Residency(
+            experts=experts,
+            slot_of=full(-1, layers * experts),
+            owner=full(-1, slots),
+            value=full(0, layers * experts),
+            clock=full(0, 1),
+            hand=full(0, 1),
+            counters=full(0, 4, dtype=torch.int64),
+            work=full(0, layers, 3),
+            share=full(ONE, layers),
+            pace=full(0, 2),
+            bump=full(0, ENTRIES),
+            part_bytes=torch.tensor(layout.offsets, dtype=torch.int32, device=device),
+        )
+        residency.follow(decayed(32))
+        return residency
+
+    @property
+    def layers(self) -> int:
+        return self.share.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.owner.shape[0]
+
+    @property
+    def parts(self) -> int:
+        return self.part_bytes.shape[0] - 1
+
+    def follow(self, policy: Policy) -> None:
+        """Change the policy, in place; what it knew of past uses is forgotten, what is resident stays."""
+        self.pace.copy_(torch.tensor([policy.per_step, policy.per_layer], dtype=torch.int32))
+        self.bump.copy_(torch.tensor(policy.bump, dtype=torch.int32))
+        self.value.fill_(-SPAN)
+        self.clock.zero_()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What ``resolve`` writes. ``slot`` and ``gpu_parts`` int32 [rows, k]: the device computes the first ``gpu_parts``
+    parts from that slot, -1 for none; ``plan`` int32 [rows, k, 2]: expert and first part for the CPU, -1 for none;
+    ``fetch`` int32 [rows * k, 3]: (slot, flat, parts) to bring before; ``counts`` int32 [2]: fetches, and rows' experts
+    that the CPU has to compute."""
+
+    slot: Tensor
+    gpu_parts: Tensor
+    plan: Tensor
+    fetch: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def create(rows: int, ranks: int, device: torch.device) -> Decision:
+        if rows * ranks > MOST_PAIRS:
+            raise ValueError(f"{rows} rows of {ranks} experts are more than {MOST_PAIRS} in one call")
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        pairs = rows * ranks
+        return Decision(empty(rows, ranks), empty(rows, ranks), empty(rows, ranks, 2), empty(pairs, 3), empty(2))
+
+
+def wrap(number: int) -> int:
+    """As 32 bits, signed."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def used(value: int, now: int, bump: Ints) -> int:
+    """The value of an expert after its use."""
+    ahead = min(max(wrap(now - value), -SPAN), SPAN)
+    base = now if ahead >= 0 else value
+    return wrap(base + int(bump[min(abs(ahead) >> SHIFT, ENTRIES - 1)]))
+
+
+def link_parts(units: int, share: int) -> int:
+    """Of so many missing parts, those that go over the link: ``units * share``, halves up."""
+    return (units * share + ONE // 2) >> 16
+
+
+def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> None:
+    """Decide for one layer and account for it in ``state``; CPU tensors. ``ids`` int32 [rows, k]: a row's experts, all
+    different; -1 is skipped. A call of layer 0 begins a token."""
+    slot_of, owner, value = (t.numpy() for t in (state.slot_of, state.owner, state.value))
+    parts, first_flat = state.parts, layer * state.experts
+    if layer == 0:
+        state.clock += 1
+    per_step, per_layer = (int(number) for number in state.pace)
+    now = wrap(int(state.clock) * per_step + layer * per_layer)
+
+    active = sorted({expert for expert in ids.flatten().tolist() if expert >= 0})
+    missing = [expert for expert in active if slot_of[first_flat + expert] < 0]
+    missing.sort(key=lambda expert: wrap(now - int(value[first_flat + expert])))  # stable: ties to the lower id
+    budget = link_parts(len(missing) * parts, int(state.share[layer]))
+    kept = {int(slot_of[first_flat + expert]) for expert in active}
+    victims = _victims(owner, value, int(state.hand), now, kept)[: budget // parts]
+    partial = min(budget - len(victims) * parts, parts)
+
+    where = {expert: (int(slot_of[first_flat + expert]), parts) for expert in active}
+    for expert, slot in zip(missing, victims, strict=False):
+        if owner[slot] >= 0:
+            slot_of[owner[slot]] = -1
+        owner[slot], slot_of[first_flat + expert] = first_flat + expert, slot
+        where[expert] = slot, parts
+    for number, expert in enumerate(missing[len(victims) :]):
+        where[expert] = (state.slots, partial) if number == 0 and partial else (-1, 0)
+
+    fetched = [expert for expert in missing if where[expert][1]]
+    for expert in active:
+        value[first_flat + expert] = used(int(value[first_flat + expert]), now, state.bump.numpy())
+    if victims:
+        state.hand.fill_((int(state.hand) + WINDOW) % state.slots)
+    on_link = sum(where[expert][1] for expert in fetched)
+    counts = ((len(active) - len(missing)) * parts, on_link, len(missing) * parts - on_link)
+    moved = sum(int(state.part_bytes[where[expert][1]]) for expert in fetched)
+    state.counters += torch.tensor([*counts, moved])
+    state.work[layer] = torch.tensor(counts, dtype=torch.int32)
+
+    nowhere = (-1, 0)
+    pairs = [where.get(expert, nowhere) for expert in ids.flatten().tolist()]
+    plan = [
+        (expert, done) if expert >= 0 and done < parts else nowhere
+        for expert, (_, done) in zip(ids.flatten().tolist(), pairs, strict=True)
+    ]
+    _fill(decision.slot, [slot for slot, _ in pairs])
+    _fill(decision.gpu_parts, [done for _, done in pairs])
+    _fill(decision.plan, [number for entry in plan for number in entry])
+    fetch = [number for expert in fetched for number in (where[expert][0], first_flat + expert, where[expert][1])]
+    decision.fetch.flatten()[: len(fetch)] = torch.tensor(fetch, dtype=torch.int32)
+    _fill(decision.counts, [len(fetched), sum(expert >= 0 for expert, _ in plan)])
+
+
+def _victims(owner: Ints, value: Ints, hand: int, now: int, kept: set[int]) -> list[int]:
+    """The slots of the window that may go: free ones, then the least valuable ones; ties to the lower slot."""
+
+    def order(slot: int) -> tuple[bool, int, int]:
+        holds = int(owner[slot])
+        return holds >= 0, -wrap(now - int(value[holds])) if holds >= 0 else 0, slot
+
+    window = {(hand + step) % len(owner) for step in range(min(WINDOW, len(owner)))}
+    return sorted(window - kept, key=order)
+
+
+def _fill(tensor: Tensor, numbers: list[int]) -> None:
+    tensor.copy_(torch.tensor(numbers, dtype=torch.int32).view(tensor.shape))
