@@ -1,5 +1,6 @@
 // The plain C interface that engine/native/library.py loads. Calls return 0, or 1 for a fault of the caller and 2 for
 // lack of resources, with the text in ft_error(). Any change here, to Batch or to arithmetic raises kAbi.
+#include <cstdio>
 #include <cstring>
 #include <system_error>
 
@@ -7,13 +8,13 @@
 #include <sys/mman.h>
 #endif
 
-#include "context.h"
+#include "executor.h"
 
 #define FT_API extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 using ft::Context;
 using std::int32_t;
@@ -22,7 +23,7 @@ using std::int64_t;
 bool supported(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (std::strcmp(name, "avx512") == 0) return avx2 && __builtin_cpu_supports("avx512f");
   if (std::strcmp(name, "avx2") == 0) return avx2;
 #endif
@@ -35,6 +36,17 @@ const ft::Kernels& kernels_named(const char* name) {
   if (std::strcmp(name, "avx2") == 0) return ft::avx2_kernels();
 #endif
   return ft::scalar_kernels();
+}
+
+// All give the same bits.
+const ft::Dots& dots_named(const char* name) {
+#if defined(__x86_64__)
+  if (std::strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
+    return ft::vnni_dots();
+  }
+  if (std::strcmp(name, "scalar") != 0) return ft::avx2_dots();
+#endif
+  return ft::scalar_dots();
 }
 
 template <class Body>
@@ -84,6 +96,40 @@ FT_API void ft_large_pages(void* memory, int64_t bytes) {
   (void)memory, (void)bytes;
 #endif
 }
+
+// Null when threads cannot be started or memory is short.
+FT_API ft::Executor* ft_executor_create(const char* instruction_set, const ft::ExecutorSpec* spec) {
+  try {
+    return new ft::Executor(kernels_named(instruction_set), dots_named(instruction_set), *spec);
+  } catch (const std::system_error&) {
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+FT_API void ft_executor_destroy(ft::Executor* executor) { delete executor; }
+
+// 1 with the text in `error` for a plan that cannot be followed.
+FT_API int ft_executor_run(ft::Executor* executor, int64_t layer, int64_t rows, const float* x, const int32_t* plan,
+                           const float* weights, float* y, char* error, int64_t room) {
+  try {
+    executor->run(layer, rows, x, plan, weights, y);
+    return 0;
+  } catch (const ft::Invalid& invalid) {
+    std::snprintf(error, static_cast<std::size_t>(room), "%s", invalid.what());
+    return 1;
+  }
+}
+
+// 1 with the text in `error` when a request from the mailbox failed since the last call.
+FT_API int ft_executor_error(ft::Executor* executor, char* error, int64_t room) {
+  const std::string text = executor->take_error();
+  std::snprintf(error, static_cast<std::size_t>(room), "%s", text.c_str());
+  return text.empty() ? 0 : 1;
+}
+
+FT_API int64_t ft_executor_silence(const ft::Executor* executor) { return executor->silence(); }
 
 FT_API int ft_pack(Context* c, const void* source, int bfloat, int64_t out, int64_t in, void* target) {
   return guarded(c, [&] { ft::pack_matrix(*c, source, bfloat != 0, out, in, target); });

@@ -16,10 +16,38 @@ constexpr int kPage = 64;      // tokens in a page of keys and values
 // a is [depth][rows], c is [rows][kPanel], panel holds depth * kPanel weights.
 using Tile = void (*)(const float* a, const void* panel, std::int64_t depth, float* c);
 
+// Weight blocks of 32 rows and 32 k that share a scale per row; laid out in engine/experts/layout.py.
+constexpr int kBlock = 32;
+constexpr std::int64_t kInt8Bytes = 1088;
+constexpr std::int64_t kMxfp4Bytes = 544;
+
+// Activations rounded to eight bits, each kBlock of k with its own scale: a[k][row] = scales[k / 32][row] * integer.
+struct Quantized {
+  const std::int32_t* quads;  // [depth / 4][rows], four integers in a word
+  const float* scales;        // [depth / kBlock][rows]
+  const std::int32_t* sums;   // [depth / kBlock][rows], of the integers
+};
+using Dot = void (*)(const Quantized& a, const void* panel, std::int64_t depth, float* c);
+
+// c[r][column] = sum over blocks, in order, of (a's scale * the weights' scale) * their exact integer product.
+struct Dots {
+  const char* name;
+  int tile_rows;
+  Dot int8[kMaxTileRows];   // [rows - 1]
+  Dot mxfp4[kMaxTileRows];
+};
+
 struct Kernels {
   const char* name;
   int tile_rows;                      // at most kMaxTileRows
   Tile tile[2][kMaxTileRows];         // [weights are bfloat16][rows - 1]
+
+  // As `tile`, for panels of blocks: within a block the even and the odd k are two chains, and sum over blocks, in
+  // order, of the scale * (even + odd) is the third.
+  Tile int8[kMaxTileRows];
+  Tile mxfp4[kMaxTileRows];
+  // `depth` activations as integers with the scales and sums of their blocks; one that is not finite gives a NaN scale.
+  void (*quantize)(const float* x, std::int64_t depth, std::int8_t* integers, float* scales, std::int32_t* sums);
 
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*sigmoid_mul)(const float* x, const float* gate, std::int64_t n, float* out);
@@ -55,9 +83,12 @@ struct Kernels {
 };
 
 const Kernels& scalar_kernels();
+const Dots& scalar_dots();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Dots& avx2_dots();
+const Dots& vnni_dots();
 #endif
 
 }  // namespace ft

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 """Version of the interface and of the arithmetic; must equal ``kAbi`` in abi.cpp. Part of what makes state valid."""
 
 INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
@@ -34,6 +34,26 @@ class BatchView(ctypes.Structure):
         ("segments", _pointer),
         ("page_table", _pointer),
         ("snapshots", _pointer),
+    )
+
+
+class ExecutorSpec(ctypes.Structure):
+    """``ExecutorSpec`` of executor.h."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int32),
+        ("cpu_count", ctypes.c_int32),
+        ("cpus", ctypes.POINTER(ctypes.c_int32)),
+        ("exact", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("pool", _pointer),
+        *((name, _int64) for name in ("stride", "layers", "experts", "hidden", "inner", "parts")),
+        ("bounds", _int64 * 5),
+        ("rows", _int64),
+        ("ranks", _int64),
+        ("mailbox", _pointer),
+        *((name, _int64) for name in ("ready", "done", "error", "served", "arrived", "x", "plan", "weights", "y")),
+        ("times", _pointer),
     )
 
 
@@ -85,6 +105,14 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ft_error.restype = ctypes.c_char_p
     library.ft_large_pages.argtypes = (_pointer, _int64)
     library.ft_large_pages.restype = None
+    library.ft_executor_create.argtypes = (ctypes.c_char_p, ctypes.POINTER(ExecutorSpec))
+    library.ft_executor_create.restype = _pointer
+    library.ft_executor_destroy.argtypes = (_pointer,)
+    library.ft_executor_destroy.restype = None
+    library.ft_executor_run.argtypes = (_pointer, _int64, _int64, *(_pointer,) * 4, ctypes.c_char_p, _int64)
+    library.ft_executor_error.argtypes = (_pointer, ctypes.c_char_p, _int64)
+    library.ft_executor_silence.argtypes = (_pointer,)
+    library.ft_executor_silence.restype = _int64
     for name, arguments in _SIGNATURES.items():
         function = library[name]
         function.argtypes = (_pointer, *arguments)
@@ -97,11 +125,16 @@ def supported_instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
     return tuple(name for name in INSTRUCTION_SETS if library.ft_supported(name.encode()))
 
 
+def core_cpus() -> list[int]:
+    """One processor of every core that this process may run on, by number."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores: dict[str, int] = {}
+    for cpu in sorted(cpus):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
+    return list(cores.values())
+
+
 def physical_cores() -> int:
     """Cores this process may run on, hardware threads of one core counted once."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return max(1, len(cores))
+    return max(1, len(core_cpus()))

@@ -1,5 +1,10 @@
 #include "threads.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -10,8 +15,8 @@ namespace {
 constexpr std::uint64_t kOpen = 1ull << 16;
 constexpr std::uint64_t kCount = kOpen - 1;
 constexpr int kGenerationShift = 17;
-// About 100 microseconds: longer than the Python code between two operations, short enough not to be felt when idle.
-constexpr int kSpins = 4000;
+
+}  // namespace
 
 void pause() {
 #if defined(__x86_64__)
@@ -21,7 +26,16 @@ void pause() {
 #endif
 }
 
-}  // namespace
+void pin_to(int cpu) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // only a hint: a container may forbid it
+#else
+  (void)cpu;
+#endif
+}
 
 FlushDenormals::FlushDenormals() {
 #if defined(__x86_64__)
@@ -43,9 +57,15 @@ FlushDenormals::~FlushDenormals() {
 #endif
 }
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus, int spins) : spins_(spins) {
   try {
-    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    for (int thread = 1; thread < threads; ++thread) {
+      const int cpu = cpus.empty() ? -1 : cpus[static_cast<std::size_t>(thread)];
+      workers_.emplace_back([this, thread, cpu] {
+        if (cpu >= 0) pin_to(cpu);
+        work(thread);
+      });
+    }
   } catch (...) {
     stop();
     throw;
@@ -76,7 +96,7 @@ void ThreadPool::work(int thread) {
   std::uint64_t seen = 0;
   for (;;) {
     std::uint64_t state = state_.load(std::memory_order_acquire);
-    for (int spin = 0; spin < kSpins && !joinable(state, seen); ++spin) {
+    for (int spin = 0; spin < spins_ && !joinable(state, seen); ++spin) {
       pause();
       state = state_.load(std::memory_order_acquire);
     }

@@ -23,9 +23,18 @@ class FlushDenormals {
   std::uint64_t saved_;
 };
 
+// Binds the calling thread to a processor where the system lets it.
+void pin_to(int cpu);
+void pause();
+
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads);  // the caller of run() counts as one of them
+  // About 100 microseconds: longer than the Python code between two operations, short enough not to be felt when idle.
+  static constexpr int kSpins = 4000;
+
+  // The caller of run() counts as one of the threads. Worker i is pinned to cpus[i] if there are any; idle ones look
+  // for work `spins` times before they sleep.
+  explicit ThreadPool(int threads, const std::vector<int>& cpus = {}, int spins = kSpins);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -50,6 +59,7 @@ class ThreadPool {
   void stop();
   bool joinable(std::uint64_t state, std::uint64_t seen) const;
 
+  const int spins_;
   // generation << 17 | open << 16 | threads inside. A worker enters only while the job is open, so a job never waits
   // for a worker that has not woken up yet.
   std::atomic<std::uint64_t> state_{0};

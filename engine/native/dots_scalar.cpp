@@ -1,0 +1,37 @@
+#include "vec_scalar.h"
+
+namespace {
+
+struct Sums {
+  static constexpr std::int32_t byte_offset = 0, nibble_offset = 0;
+  using Bytes = Words;
+  using Nibbles = Words;
+  static Bytes prepare_bytes(Words w) { return w; }
+  static Nibbles prepare_nibbles(Words w) { return w; }
+
+  static std::int32_t byte_of(std::int32_t x, int i) {
+    return static_cast<std::int8_t>(static_cast<std::uint32_t>(x) >> 8 * i);
+  }
+  void add_bytes(Bytes w, std::int32_t x) {
+    for (int i = 0; i < 4; ++i) v += byte_of(static_cast<std::int32_t>(w.v), i) * byte_of(x, i);
+  }
+  void add_nibbles(Nibbles w, std::int32_t low, std::int32_t high) {
+    for (int i = 0; i < 4; ++i) {
+      v += kDoubledE2m1[w.v >> 8 * i & 15] * byte_of(low, i) + kDoubledE2m1[w.v >> (8 * i + 4) & 15] * byte_of(high, i);
+    }
+  }
+  Vec less(std::int32_t excess) const { return {static_cast<float>(v - excess)}; }
+
+  std::int32_t v;
+};
+
+}  // namespace
+
+#include "dots_body.h"
+
+namespace ft {
+const Dots& scalar_dots() {
+  static constexpr Dots table = make_dots("scalar");
+  return table;
+}
+}  // namespace ft
