@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.layers.ops import Batch, Ops
+from engine.layers.ops import CPU, Batch, Ops
 from engine.memory.restore import ALL
 from engine.models.model import Cache, Model, Wait, all_there
 
@@ -29,25 +30,26 @@ class Rows:
 
 
 class Runner:
-    """``pages`` and ``slots`` are how many of each are allocated; memory is touched as it is first used."""
+    """``pages`` and ``slots`` are how many of each are allocated; memory is touched as it is first used.
 
-    def __init__(self, model: Model, ops: Ops, dtype: torch.dtype, *, pages: int, slots: int) -> None:
+    ``device`` is where they are, and the model's weights."""
+
+    def __init__(
+        self, model: Model, ops: Ops, dtype: torch.dtype, *, pages: int, slots: int, device: torch.device = CPU
+    ) -> None:
         manifest = model.manifest
         shape = (pages, PAGE, manifest.kv_heads, manifest.head_dim)
         self.model = model
         self.dtype = dtype
+        self.device = device
         self.cache = Cache(
-            keys=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),
-            values=tuple(torch.empty(shape, dtype=dtype) for _ in range(manifest.attention_layers)),
-            states=tuple(torch.empty(slots, *each) for each in manifest.recurrent),
+            keys=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
+            values=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
+            states=tuple(torch.empty(slots, *each, device=device) for each in manifest.recurrent),
         )
         for state in self.cache.states:
             state[0] = 0
         self._ops = ops
-        self._pages = [
-            _flat(pages) for layer in zip(self.cache.keys, self.cache.values, strict=True) for pages in layer
-        ]
-        self._states = [_flat(states) for states in self.cache.states]
         self._page_size = manifest.page_components(dtype)
         self._state_size = manifest.state_components
 
@@ -55,7 +57,7 @@ class Runner:
     def forward(self, parts: Sequence[Rows], wait: Wait = all_there) -> Tensor:
         """float32 logits [m, vocab]: of the last row of each part that wants them, in order. Raises what ``wait``
         does."""
-        return self.model.forward(make_batch(parts), replace(self.cache, wait=wait))
+        return self.model.forward(make_batch(parts, self.device), replace(self.cache, wait=wait))
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:
@@ -76,6 +78,14 @@ class Runner:
     def state_finite(self, slot: int, parts: slice = ALL) -> bool:
         return all(_finite(state[slot]) for state in self.cache.states[parts])
 
+    @cached_property
+    def _pages(self) -> list[memoryview]:
+        return [_flat(pages) for layer in zip(self.cache.keys, self.cache.values, strict=True) for pages in layer]
+
+    @cached_property
+    def _states(self) -> list[memoryview]:
+        return [_flat(states) for states in self.cache.states]
+
     def page_bytes(self, page: int, tokens: int) -> list[memoryview]:
         """The first tokens of a page in place: keys, then values, of each attention layer."""
         sizes = zip(self._pages, self._page_size, strict=True)
@@ -93,11 +103,13 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's own memory."""
+    """A contiguous tensor's own memory. Raises RuntimeError for what the processor cannot address."""
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"pages and states on {tensor.device} cannot be read in place; they are not stored yet")
     return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
-def make_batch(parts: Sequence[Rows]) -> Batch:
+def make_batch(parts: Sequence[Rows], device: torch.device = CPU) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[tuple[int, int, int, int]] = []
@@ -114,10 +126,10 @@ def make_batch(parts: Sequence[Rows]) -> Batch:
         if part.logits:
             logit_rows.append(len(tokens) - 1)
     return Batch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int32),
-        segments=torch.tensor(segments, dtype=torch.int32),
-        page_table=table,
-        snapshots=torch.tensor(snapshots, dtype=torch.int32).reshape(-1, 3),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        segments=torch.tensor(segments, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        snapshots=torch.tensor(snapshots, dtype=torch.int32, device=device).reshape(-1, 3),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
     )

@@ -309,6 +309,8 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
         {
             "decode": "one token at a time",
             "prefill": "a long prompt",
+            "bw": "memory, link and CPU experts, each and at once",
+            "offload": "one token at a time on a GPU that does not hold the experts",
             "store": "the checkpoint store: look-up, restore, what it costs decoding",
             "replay": "an agent trace against a server: what is computed twice",
             "trace": "make such a trace",
@@ -342,6 +344,10 @@ def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
             return bench_api.main(options.arguments)
         case "store":
             run_module("engine.bench_store", options.arguments)
+        case "bw":
+            run_module("engine.bench_bandwidth", options.arguments)
+        case "offload":
+            run_module("engine.bench_offload", options.arguments)
         case what:
             run_module("engine.bench", [what, *options.arguments])
 

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.ops import Ops
+from engine.layers.ops import CPU, Ops
 from engine.weights.errors import MissingTensor
 from engine.weights.source import Source
 
 
 @dataclass(frozen=True)
 class Loader:
+    """``device`` is where the operations compute."""
+
     source: Source
     ops: Ops
+    device: torch.device = CPU
 
     def linear(self, name: str, rows: int, columns: int) -> Any:
         """``name``.weight [rows, columns], packed."""
@@ -29,16 +32,16 @@ class Loader:
         return self.ops.pack(torch.cat([gate, up]))
 
     def vector(self, name: str, *shape: int) -> Tensor:
-        return self.source.vector(name, *shape)
+        return self.source.vector(name, *shape).to(self.device)
 
     def bias(self, name: str, size: int, wanted: bool) -> Tensor | None:
-        return self.source.vector(f"{name}.bias", size) if wanted else None
+        return self.vector(f"{name}.bias", size) if wanted else None
 
     def experts(self, name: str, experts: int, inner: int, hidden: int) -> Any:
         return self.ops.pack_experts(*self.source.experts(name, experts, inner, hidden))
 
     def embedding(self, vocab: int, hidden: int) -> Tensor:
-        return self.source.matrix("embed_tokens.weight", vocab, hidden)
+        return self.source.matrix("embed_tokens.weight", vocab, hidden).to(self.device)
 
     def head(self, embedding: Tensor, tied: bool) -> Any:
         """The output matrix [vocab, hidden], packed; the embedding where it is tied."""

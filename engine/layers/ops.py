@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Batch:

@@ -1,0 +1,201 @@
+"""Measures what moves the bytes of an offloaded model: memory, the CPU's experts, the link, and both at once.
+
+Everything is measured with the kernels that decoding uses, several times, each in every format of the weights. The
+samples are added to those of earlier runs on the same GPU and processor; nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from engine.bandwidth import read_probe
+from engine.bandwidth_profile import Profile, ProfileError, Rate, default_profile, machine_name
+from engine.bench_shapes import SHAPES
+from engine.experts.executor import Executor
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.pool import Pool
+from engine.native.library import NativeLibraryError
+from engine.native.ops import NativeOps
+
+if TYPE_CHECKING:
+    from engine.device.link import Link
+
+EXAMPLES = """examples:
+  ft bench bw                          everything, added to the profile of this machine
+  ft bench bw --formats mxfp4          one format
+  ft bench bw --show                   what is known of this machine, without measuring
+"""
+
+MEANINGS = {
+    "dram.read": "memory, read by all threads",
+    "device.copy": "the GPU's memory, read and written",
+    "link.copy": "host to GPU, one large copy",
+    "cpu": "experts computed on the CPU",
+    "link": "experts fetched by the GPU",
+    "both.cpu": "experts computed while others are fetched",
+    "both.link": "experts fetched while others are computed",
+}
+"""By the name of the measure; those of a format end in ``.<format>``."""
+
+Samples = dict[str, list[float]]
+
+
+class CpuExperts:
+    """Requests of one row to the executor, over a pool that no cache holds."""
+
+    def __init__(self, layout: Layout, experts: int, ranks: int, threads: int, library: Path | None) -> None:
+        self.pool = Pool(layout, 1, experts)
+        self.pool.fill_random()
+        self.executor = Executor(self.pool, 1, ranks, threads, library=library)
+        self._x = torch.randn(1, layout.hidden, generator=torch.Generator().manual_seed(1))
+        self._weights = torch.full((1, ranks), 1 / ranks)
+        self._ranks = ranks
+        self._next = 0
+
+    def request(self) -> int:
+        """One request for the experts that were not asked for longest. -> bytes of weights read."""
+        chosen = torch.arange(self._next, self._next + self._ranks) % self.pool.experts
+        self._next += self._ranks
+        plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
+        self.executor.run(0, self._x, plan, self._weights)
+        return self._ranks * self.pool.layout.nbytes
+
+    def rate(self, go_on: Callable[[float], bool]) -> float:
+        """Bytes per second of requests, as long as ``go_on(seconds so far)``."""
+        moved, start, seconds = 0, time.perf_counter(), 0.0
+        while go_on(seconds):
+            moved += self.request()
+            seconds = time.perf_counter() - start
+        return moved / seconds
+
+
+def measure_format(name: str, options: argparse.Namespace, link: Link | None, tell: Callable[[str], None]) -> Samples:
+    """``cpu``, ``link``, ``both.cpu`` and ``both.link`` of one format."""
+    config = SHAPES[options.shape](1)
+    layout = Layout(FORMATS[name], config.hidden, config.expert_inner)
+    count = max(2 * config.top_k, int(options.gigabytes * 1e9) // layout.nbytes)
+    tell(f"{name}: {count} experts of {layout.nbytes / 1e6:.2f} MB")
+    cpu = CpuExperts(layout, count, config.top_k, options.threads, options.library)
+    samples: Samples = defaultdict(list)
+    fetching = None if link is None else link.fetching(cpu.pool)
+    cpu.rate(lambda seconds: seconds < options.seconds / 4)
+    for _ in range(options.samples):
+        samples[f"cpu.{name}"].append(cpu.rate(lambda seconds: seconds < options.seconds))
+        if fetching is not None:
+            samples[f"link.{name}"].append(fetching.rate(options.seconds))
+            with fetching.start(options.seconds) as running:
+                samples[f"both.cpu.{name}"].append(cpu.rate(lambda _: running.busy()))
+            samples[f"both.link.{name}"].append(running.rate)
+    if fetching is not None:
+        fetching.close()
+    cpu.executor.close()
+    return samples
+
+
+def measure(options: argparse.Namespace, link: Link | None, tell: Callable[[str], None]) -> Samples:
+    """Every measure, by name: bytes per second."""
+    samples: Samples = defaultdict(list)
+    ops = NativeOps(threads=options.threads, library=options.library)
+    tell("memory")
+    probe = read_probe(ops)
+    for _ in range(options.samples + 1):
+        probe.sample()
+    samples["dram.read"] = [probe.amount / seconds for seconds in probe.seconds[1:]]
+    del probe, ops
+    if link is not None:
+        tell("link")
+        samples["device.copy"] = link.device_copies(options.samples)
+        samples["link.copy"] = link.host_copies(options.samples)
+    for name in options.formats:
+        samples |= measure_format(name, options, link, tell)
+    return samples
+
+
+def show(machine: str, rates: Mapping[str, Rate], now: Mapping[str, Sequence[float]], console: Console) -> None:
+    table = Table(title=machine, title_justify="left")
+    for column in ("measure", "what", "this run, GB/s", "its spread", "all runs, GB/s", "samples"):
+        table.add_column(column, justify="left" if column in ("measure", "what") else "right")
+    for name, rate in rates.items():
+        run = Rate(tuple(now[name])) if name in now else None
+        meaning = MEANINGS.get(name) or MEANINGS.get(name.rpartition(".")[0], "")
+        table.add_row(
+            name, meaning, f"{run.middle / 1e9:.1f}" if run else "", f"{run.spread:.0%}" if run else "",
+            f"{rate.middle / 1e9:.1f}", str(len(rate.samples)),
+        )  # fmt: skip
+    console.print(table)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ft bench bw", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of the experts, with commas (default: all)")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the experts (default: %(default)s)"
+    )
+    parser.add_argument("--samples", type=int, default=5, help="of every measure (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of every sample (default: %(default)s)")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of experts (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="less of all these: 3 samples of 0.1 s, 1 GB")
+    parser.add_argument("--threads", type=int, default=0, help="default: as many as decoding uses")
+    parser.add_argument("--profile", type=Path, default=default_profile(), metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--show", action="store_true", help="show the profile, measure nothing")
+    parser.add_argument("--library", type=Path, metavar="FILE", help="the native library, if it is not installed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args(arguments)
+    options.formats = [name for name in options.formats.split(",") if name]
+    if unknown := set(options.formats) - set(FORMATS):
+        parser.error(f"there is no format {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
+    if options.quick:
+        options.samples, options.seconds, options.gigabytes = 3, 0.1, 1.0
+    if options.samples < 1 or options.seconds <= 0 or options.gigabytes <= 0 or options.threads < 0:
+        parser.error("--samples, --seconds and --gigabytes must be above 0, --threads not below")
+    return options
+
+
+def find_link(library: Path | None) -> Link | None:
+    """None on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    from engine.device.link import Link  # Triton, which a machine without a GPU need not have
+
+    return Link(library)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(stderr=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine, profile, samples = machine_name(gpu), Profile(options.profile), Samples()
+    try:
+        if not options.show:
+            profile.rates(machine)  # a bad file is better known before measuring than after
+            samples = measure(options, find_link(options.library), lambda what: console.print(what, highlight=False))
+            profile.add(machine, samples)
+        rates = profile.rates(machine)
+    except (NativeLibraryError, ProfileError, OSError, MemoryError) as error:
+        print(f"ft bench bw: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        known = {name: {"median": rate.middle, "samples": list(rate.samples)} for name, rate in rates.items()}
+        print(json.dumps({"machine": machine, "run": samples, "profile": known}))
+    elif not rates:
+        print(f"nothing is known of {machine}; run: ft bench bw")
+    else:
+        show(machine, rates, samples, Console(width=None if sys.stdout.isatty() else 120))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
