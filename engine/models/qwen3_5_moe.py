@@ -225,4 +225,4 @@ class Qwen35Moe:
             x = x + layer.mixer(ops.rms_norm(x, layer.input_norm, eps, offset=1.0), batch, cache)
             x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps, offset=1.0))
         x = ops.rms_norm(x[batch.logit_rows], self.norm, eps, offset=1.0)
-        return ops.linear(x, self.head) if x.shape[0] else torch.empty(0, self.vocab_size)
+        return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.layers.ffn import Dense, FeedForward, Routed
@@ -150,4 +149,4 @@ class Qwen3Moe:
             x = x + layer.attention(ops.rms_norm(x, layer.input_norm, eps), batch, cache)
             x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps))
         x = ops.rms_norm(x[batch.logit_rows], self.norm, eps)
-        return ops.linear(x, self.head) if x.shape[0] else torch.empty(0, self.vocab_size)
+        return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)
