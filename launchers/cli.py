@@ -121,6 +121,7 @@ def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
         "ft serve",
         "ft serve --model ~/models/Qwen3-30B-A3B --kv-bytes 8g",
         "ft serve --host 0.0.0.0 --api-key-file keys.txt",
+        "ft serve --model ~/models/Qwen3-30B-A3B --engine http://gpu-box:30000",
     )
     parser = add_command(commands, "serve", "serve a model to coding agents", *lines)
     serve_options.add_options(parser)

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from engine.api import ModelInfo
 from engine.client import EngineClient
-from launchers import keys
+from engine.remote.client import RemoteClient
+from launchers import keys, remote
 from launchers.display import Display
 from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
 from launchers.settings import ServeSettings
@@ -34,6 +35,11 @@ from server.state import ServerState
 from sessions.persist import Persist, PersistConfig
 from sessions.store.config import StoreBusy, StoreError
 from sessions.tracker import Sessions
+
+Started = Callable[[ModelInfo, int], None]
+"""Called each time an engine is ready, with the process id of a worker, 0 for a remote engine."""
+Keep = Callable[[Started], Coroutine[Any, Any, None]]
+"""Keeps an engine running until it is cancelled."""
 
 _MOST_FILES, _OUR_FILES = 16_384, 256
 
@@ -88,6 +94,8 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             f"{settings.host} can be reached from other machines: set an API key with --api-key-file, "
             "or serve this machine alone with --host 127.0.0.1"
         )
+    if settings.engine is not None:
+        remote.refuse_others(settings)
     script, tls = _load_script(settings.script), _tls(settings)
     with contextlib.ExitStack() as stack:
         root = settings.runtime_dir or runtime_root()
@@ -100,9 +108,15 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             stack.callback(persist.close)
         model = settings.model if settings.model is not None else await build_embedded(settings.cache)
         family = _load_family(model, settings.family)
-        client = EngineClient(max_open=settings.max_sequences + settings.queue)
+        engine: EngineClient | RemoteClient
+        if settings.engine is None:
+            engine = client = EngineClient(max_open=settings.max_sequences + settings.queue)
+            keep = _worker(settings, worker_command, display, claim, model, client)
+        else:
+            engine = far = await remote.connect(settings, family, model, display)
+            keep = _remote(far)
         state = ServerState(
-            engine=client,
+            engine=engine,
             family=family,
             sessions=Sessions(family, max_sessions=settings.max_sessions, persist=persist),
             settings=_server_settings(settings, model),
@@ -113,19 +127,52 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
         api = _Api(FrontConfig(create_app(state), patience, tls, ws_max_size=settings.max_body))
         watching = asyncio.create_task(keys.watch(settings.api_key_file, settings.api_keys, state.keys), name="keys")
         stack.callback(watching.cancel)
-        await _supervise(settings, worker_command, display, claim, model, client, api)
+        await _supervise(settings, display, claim, engine, keep, api)
 
 
-async def _supervise(
+def _worker(
     settings: ServeSettings,
     worker_command: Sequence[str],
     display: Display,
     claim: Claim,
     model: Path,
     client: EngineClient,
+) -> Keep:
+    """Keeps a worker of ours."""
+
+    def keep(started: Started) -> Coroutine[Any, Any, None]:
+        return Supervisor(
+            worker_command,
+            settings.worker(model),
+            claim.worker_socket,
+            client,
+            display,
+            started,
+            settings.worker_silence_seconds,
+        ).run()
+
+    return keep
+
+
+def _remote(client: RemoteClient) -> Keep:
+    """Keeps the connection to a remote engine, which is there."""
+
+    async def keep(started: Started) -> None:
+        started(await client.ready(0), 0)
+        await client.run(lambda info: started(info, 0))
+
+    return keep
+
+
+async def _supervise(
+    settings: ServeSettings,
+    display: Display,
+    claim: Claim,
+    engine: EngineClient | RemoteClient,
+    keep: Keep,
     api: _Api,
 ) -> None:
-    """Loads the model, then answers requests, until one of the two is cancelled or fails."""
+    """Has the model loaded, then answers requests, until one of the two is cancelled or fails."""
     first: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
     worker_pid = 0
 
@@ -138,20 +185,11 @@ async def _supervise(
         worker_pid = pid
         if api.started:
             announce()
-            display.note("a new worker is ready")
+            display.note("a new worker is ready" if pid else "the remote engine is back")
         elif not first.done():
             first.set_result(info)
 
-    supervisor = Supervisor(
-        worker_command,
-        settings.engine(model),
-        claim.worker_socket,
-        client,
-        display,
-        started,
-        settings.worker_silence_seconds,
-    )
-    supervising = asyncio.create_task(supervisor.run(), name="supervisor")
+    supervising = asyncio.create_task(keep(started), name="supervisor")
     serving: asyncio.Task[None] | None = None
     try:
         await _first_of(supervising, first)
@@ -167,7 +205,7 @@ async def _supervise(
     finally:
         api.should_exit = True
         supervising.cancel()
-        await client.close()
+        await engine.close()
         await asyncio.wait({supervising} if serving is None else {supervising, serving})
         if settings.ready_file is not None:
             settings.ready_file.unlink(missing_ok=True)
@@ -274,8 +312,9 @@ def _server_settings(settings: ServeSettings, model: Path) -> ServerSettings:
             model_name=settings.model_name,
             max_output_tokens=settings.max_output_tokens,
             keepalive_seconds=settings.keepalive_seconds,
-            idle_prefill=settings.idle_prefill,
-            store=None if settings.store is None else settings.store.absolute(),
+            idle_prefill=settings.idle_prefill and settings.engine is None,
+            store=None if settings.store is None or settings.engine else settings.store.absolute(),
+            context_length=settings.context_length,
             api_keys=settings.api_keys,
             share_cache=settings.share_cache,
             key_running=settings.key_running,

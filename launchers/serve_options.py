@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from launchers import keys
 from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
-from launchers.settings import ServeSettings
+from launchers.settings import ENGINE_KEY, ServeSettings
 
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -39,6 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(model, "--family", str, "NAME", "wire format of its conversations", "found from its chat template")
     flag(model, "--context-length", int, "TOKENS", "longest conversation", "the model's")
     flag(model, "--max-output-tokens", int, "TOKENS", "longest answer", "what the context leaves")
+    flag(
+        model, "--engine", str, "URL",
+        "an SGLang or vLLM server that computes, instead of this machine; of --model only config, tokenizer and chat "
+        "template are read", "none",
+    )  # fmt: skip
+    flag(model, "--engine-model", str, "NAME", "which of its models", "its first")
+    flag(model, "--engine-key-file", Path, "FILE", f"the API key it wants; see also {ENGINE_KEY}", "none")
     flag(
         model, "--script", Path, "FILE", "take the next tokens from these rules, and compute the rest for real", "none"
     )

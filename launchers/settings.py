@@ -12,13 +12,17 @@ from server.keys import ApiKey
 
 STORE = StoreSettings(directory="")
 """Its defaults."""
+ENGINE_KEY = "FT_ENGINE_KEY"
+"""The variable with the key that a remote engine wants."""
 
 
 class ServeSettings(BaseModel):
-    """``model`` None serves the embedded model, kept under ``cache`` (None: the user's cache folder). ``port`` 0 takes
-    a free one. ``ready_file`` is written once requests are answered: JSON with ``url``, ``pid`` and ``worker_pid``.
-    ``runtime_dir`` holds the socket and the lock of a running server (None: the user's runtime folder).
-    ``max_output_tokens`` 0: whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
+    """``model`` None serves the embedded model, kept under ``cache`` (None: the user's cache folder). ``engine``: the
+    address of an SGLang or vLLM server that computes, instead of a worker of ours; ``engine_model`` "" asks for its
+    first model, the key it wants is in ``engine_key_file``. ``port`` 0 takes a free one. ``ready_file`` is written once
+    requests are answered: JSON with ``url``, ``pid`` and ``worker_pid`` (0 without a worker of ours). ``runtime_dir``
+    holds the socket and the lock of a running server (None: the user's runtime folder). ``max_output_tokens`` 0:
+    whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
     answered for so long is replaced. ``store`` None keeps nothing beyond the life of the server; else it is the folder
     of state (the worker's) and sessions (the API process's). ``api_keys`` are those of the start; the file named by
     ``api_key_file`` is read again when it changes. ``key_running`` and ``key_waiting`` are limits of each key (0: none
@@ -31,6 +35,9 @@ class ServeSettings(BaseModel):
     model: Path | None = None
     model_name: str = "local-moe"
     family: str | None = None
+    engine: str | None = None
+    engine_model: str = ""
+    engine_key_file: Path | None = None
     script: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
@@ -69,7 +76,7 @@ class ServeSettings(BaseModel):
     chunk_tokens: int = Field(default=512, gt=0)
     queue: int = Field(default=64, ge=0)
 
-    def engine(self, model: Path) -> EngineConfig:
+    def worker(self, model: Path) -> EngineConfig:
         """The worker's configuration for the checkpoint in the folder ``model``."""
         return EngineConfig(
             model=str(model),

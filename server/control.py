@@ -63,14 +63,15 @@ def health(state: ServerState) -> Json:
             "architecture": info.architecture if info else None,
             "model": state.settings.model_name,
             "workers_lost": state.engine.lost,
+            "engine": {**state.engine.about, "lacks": dict(state.engine.lacks)},
         },
         status_code=503 if info is None or stalled else 200,
     )
 
 
 async def stats(state: ServerState) -> dict[str, Any]:
-    """Counters and gauges of the three rooms, what the parser let pass by rule, and what each API key asks for (one
-    without a name where there are no keys). ``engine`` is null while there is no worker."""
+    """Counters and gauges of the three rooms, what the parser let pass by rule, what the engine lacks, and what each
+    API key asks for (one without a name where there are no keys). ``engine`` is null while there is no worker."""
     engine: Mapping[str, float] | None
     try:
         engine = (await state.engine.stats()).values
@@ -86,6 +87,7 @@ async def stats(state: ServerState) -> dict[str, Any]:
             "max_body_bytes": state.settings.max_body_bytes,
         },
         "tolerated": dict(state.tolerated),
+        "lacks": dict(state.engine.lacks),
         "keys": state.limits.stats(),
     }
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from anyio import CapacityLimiter, to_thread
 
 from engine.api import Anchor, Done, Request, Sampling
-from engine.client import EngineClient, EngineError
+from engine.client import Engine, EngineError
 from parsers.load import RenderError
 from server.settings import ServerSettings
 from sessions.idle import Followup, Prediction
@@ -28,9 +28,7 @@ _MOST = 16
 class Idle:
     """All calls come from the event loop. ``preempted`` counts requests that were ended for another."""
 
-    def __init__(
-        self, engine: EngineClient, sessions: Sessions, settings: ServerSettings, limiter: CapacityLimiter
-    ) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, settings: ServerSettings, limiter: CapacityLimiter) -> None:
         self.preempted = 0
         self._engine = engine
         self._sessions = sessions

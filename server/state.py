@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 
 from anyio import CapacityLimiter
 
-from engine.client import EngineClient
+from engine.client import Engine
 from parsers.load import Family
 from server.history import Stored
 from server.idle import Idle
 from server.keys import KeyRing
 from server.limits import Limits
+from server.logprobs import LogprobFormat, logprob_format
 from server.script import Script
 from server.settings import ServerSettings
 from sessions.tracker import Sessions
@@ -47,7 +48,7 @@ class ServerState:
     """One per application. ``tolerated`` counts by rule what the parser let pass. ``render_limiter`` lets one thread at
     a time render prompts, off the event loop."""
 
-    engine: EngineClient
+    engine: Engine
     family: Family
     sessions: Sessions
     settings: ServerSettings
@@ -59,10 +60,12 @@ class ServerState:
     """Computes ahead in quiet moments."""
     keys: KeyRing = field(init=False)
     limits: Limits = field(init=False)
+    logprobs: LogprobFormat = field(init=False)
     history: Stored = field(default_factory=Stored)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.idle = Idle(self.engine, self.sessions, settings, self.render_limiter)
+        self.logprobs = logprob_format(self.family.tokenizer.token_bytes)
         self.keys = KeyRing(settings.api_keys)
         self.limits = Limits(settings.key_running, settings.key_waiting, settings.key_wait_seconds)

@@ -85,12 +85,14 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
         raise ApiError("invalid", 'this forgets everything: say {"all": true}, or DELETE /v1/sessions/{id} for one')
     if state.keys.callers > 1:
         raise ApiError("forbidden", "several API keys share the store: forget sessions one by one")
-    reply = await _store(state, "store_forget")
+    ours = "store" not in state.engine.lacks  # what a remote engine keeps is its own; sessions are ours all the same
+    reply = await _store(state, "store_forget") if ours else None
     state.history.forget_all()
     sessions = state.sessions.forget_all()
     await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
-    await _store(state, "store_gc")
-    return Json({**reply.values, "sessions": sessions})
+    if ours:
+        await _store(state, "store_gc")
+    return Json({**(reply.values if reply else {}), "sessions": sessions})
 
 
 def _answer(reply: AdminReply) -> Response:
@@ -99,7 +101,8 @@ def _answer(reply: AdminReply) -> Response:
 
 async def _store(state: ServerState, action: AdminAction) -> AdminReply:
     if state.settings.store is None:
-        raise ApiError("not_found", "this server has no store: it was started with --no-store")
+        why = state.engine.lacks.get("store", "it was started with --no-store")
+        raise ApiError("not_found", f"this server has no store: {why}")
     return await _ask(state, action)
 
 
