@@ -182,7 +182,7 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     slot_of, owner, value = (t.numpy() for t in (state.slot_of, state.owner, state.value))
     parts, first_flat = state.parts, layer * state.experts
     if layer == 0:
-        state.clock += 1
+        state.clock.add_(1)
     per_step, per_layer = (int(number) for number in state.pace)
     now = wrap(int(state.clock) * per_step + layer * per_layer)
 
@@ -211,7 +211,7 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     on_link = sum(where[expert][1] for expert in fetched)
     counts = ((len(active) - len(missing)) * parts, on_link, len(missing) * parts - on_link)
     moved = sum(int(state.part_bytes[where[expert][1]]) for expert in fetched)
-    state.counters += torch.tensor([*counts, moved])
+    state.counters.add_(torch.tensor([*counts, moved]))
     state.work[layer] = torch.tensor(counts, dtype=torch.int32)
 
     nowhere = (-1, 0)
@@ -233,7 +233,7 @@ def _victims(owner: Ints, value: Ints, hand: int, now: int, kept: set[int]) -> l
 
     def order(slot: int) -> tuple[bool, int, int]:
         holds = int(owner[slot])
-        return holds >= 0, -wrap(now - int(value[holds])) if holds >= 0 else 0, slot
+        return holds >= 0, wrap(int(value[holds]) - now) if holds >= 0 else 0, slot
 
     window = {(hand + step) % len(owner) for step in range(min(WINDOW, len(owner)))}
     return sorted(window - kept, key=order)
