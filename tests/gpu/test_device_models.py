@@ -1,0 +1,82 @@
+"""Whole tiny models: the device's operations give the logits of their twins, through prefill, decode and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.checkpoint import write_tiny
+from engine.kernels.ops import DeviceOps
+from engine.layers.loader import Loader
+from engine.layers.ops import CPU, Ops
+from engine.layers.reference import ReferenceOps
+from engine.models.fields import read_config
+from engine.models.registry import find_architecture
+from engine.runner import Rows, Runner
+from engine.weights.source import Source
+
+
+def load(directory: Path, ops: Ops) -> Runner:
+    loader = Loader(Source(directory, "float32"), ops, CPU)
+    model = find_architecture(read_config(directory)).build(loader, 512, lambda *_: None)
+    runner = Runner(model, ops, torch.float32, pages=8, slots=6, device=CPU)
+    for tensor in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
+        tensor.zero_()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Runner, Runner]]:
+    def make(arch: str) -> tuple[Runner, Runner]:
+        layers = 4 if arch == "qwen3_5_moe" else 2
+        directory = write_tiny(arch, tmp_path_factory.mktemp(arch), layers=layers)
+        return load(directory, DeviceOps(ReferenceOps(), CPU)), load(directory, ReferenceOps())
+
+    return make
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])
+def test_logits_equal_the_twins(runners: Callable[[str], tuple[Runner, Runner]], arch: str) -> None:
+    device, twin = runners(arch)
+
+    def both(*parts: Rows) -> Tensor:
+        got, want = device.forward(parts), twin.forward(parts)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item() if want.numel() else 0)
+        return got
+
+    # Positions start late, on keys of zeros, so that a few rows cross into another page.
+    both(Rows(tokens(17, 0), 40, [3], 1))  # more rows than decode has
+    both(Rows(tokens(7, 1), 57, [3], 1, snapshots=[(3, 3), (7, 4)]), Rows([7], 0, [5], 2, logits=True))
+    both(Rows([1], 64, [3, 0], 1, logits=True), Rows([9], 1, [5], 2, logits=True))
+    # From the snapshot, the same tokens again give the state that going through gave.
+    for runner in (device, twin):
+        runner.copy_state(3, 5)
+        runner.copy_page(3, 1)
+    assert both(Rows(tokens(7, 1)[3:], 60, [1], 5, logits=True)).shape[0] == 1
+    for states in device.cache.states:
+        torch.testing.assert_close(states[5], states[4], rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_decodes_to_the_same_bits_in_any_company(runners: Callable[[str], tuple[Runner, Runner]]) -> None:
+    """Within 16 rows, where linear layers are the device's own."""
+
+    def logits(company: bool) -> list[Tensor]:
+        runner, _ = runners("qwen3_5_moe")
+        out = []
+        for step, token in enumerate(tokens(2, 2)):
+            parts = [Rows([token], step, [2], 1, logits=True)]
+            if company:
+                parts = [Rows(tokens(2, step), 2 * step, [4], 2), *parts, Rows([5], step, [0], 3)]
+            out.append(runner.forward(parts)[0])
+        return out
+
+    for alone, together in zip(logits(False), logits(True), strict=True):
+        assert torch.equal(alone, together)
