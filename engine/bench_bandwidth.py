@@ -52,60 +52,69 @@ Samples = dict[str, list[float]]
 
 
 class CpuExperts:
-    """Requests of one row to the executor, over a pool that no cache holds."""
+    """Requests of one row to an executor, over a pool that no cache holds."""
 
-    def __init__(self, layout: Layout, experts: int, ranks: int, threads: int, library: Path | None) -> None:
-        self.pool = Pool(layout, 1, experts)
-        self.pool.fill_random()
-        self.executor = Executor(self.pool, 1, ranks, threads, library=library)
-        self._x = torch.randn(1, layout.hidden, generator=torch.Generator().manual_seed(1))
-        self._weights = torch.full((1, ranks), 1 / ranks)
-        self._ranks = ranks
+    def __init__(self, executor: Executor) -> None:
+        hidden, self._ranks = executor.pool.layout.hidden, executor.layout.ranks
+        self._executor = executor
+        self._x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1))
+        self._weights = torch.full((1, self._ranks), 1 / self._ranks)
         self._next = 0
 
     def request(self) -> int:
         """One request for the experts that were not asked for longest. -> bytes of weights read."""
-        chosen = torch.arange(self._next, self._next + self._ranks) % self.pool.experts
-        self._next += self._ranks
+        pool = self._executor.pool
+        layer, first = divmod(self._next, pool.experts)
+        self._next = (self._next + self._ranks) % len(pool)
+        chosen = (first + torch.arange(self._ranks)) % pool.experts
         plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
-        self.executor.run(0, self._x, plan, self._weights)
-        return self._ranks * self.pool.layout.nbytes
+        self._executor.run(layer, self._x, plan, self._weights)
+        return self._ranks * pool.layout.nbytes
 
-    def rate(self, go_on: Callable[[float], bool]) -> float:
-        """Bytes per second of requests, as long as ``go_on(seconds so far)``."""
-        moved, start, seconds = 0, time.perf_counter(), 0.0
-        while go_on(seconds):
+    def rate(self, go_on: Callable[[], bool]) -> float:
+        """Bytes per second of requests: one, and more as long as ``go_on()``."""
+        start = time.perf_counter()
+        moved = self.request()
+        while go_on():
             moved += self.request()
-            seconds = time.perf_counter() - start
-        return moved / seconds
+        return moved / (time.perf_counter() - start)
+
+    def rate_for(self, seconds: float) -> float:
+        end = time.perf_counter() + seconds
+        return self.rate(lambda: time.perf_counter() < end)
 
 
-def measure_format(name: str, options: argparse.Namespace, link: Link | None, tell: Callable[[str], None]) -> Samples:
-    """``cpu``, ``link``, ``both.cpu`` and ``both.link`` of one format."""
-    config = SHAPES[options.shape](1)
-    layout = Layout(FORMATS[name], config.hidden, config.expert_inner)
-    count = max(2 * config.top_k, int(options.gigabytes * 1e9) // layout.nbytes)
-    tell(f"{name}: {count} experts of {layout.nbytes / 1e6:.2f} MB")
-    cpu = CpuExperts(layout, count, config.top_k, options.threads, options.library)
-    samples: Samples = defaultdict(list)
-    fetching = None if link is None else link.fetching(cpu.pool)
-    cpu.rate(lambda seconds: seconds < options.seconds / 4)
-    for _ in range(options.samples):
-        samples[f"cpu.{name}"].append(cpu.rate(lambda seconds: seconds < options.seconds))
+def measure_experts(executor: Executor, link: Link | None, count: int, seconds: float) -> Samples:
+    """``count`` samples of so many seconds of ``cpu``, and with a link ``link``, ``both.cpu`` and ``both.link``."""
+    cpu, samples = CpuExperts(executor), defaultdict[str, list[float]](list)
+    fetching = None if link is None else link.fetching(executor.pool, executor.layout.ranks)
+    cpu.rate_for(seconds / 4)
+    for _ in range(count):
+        samples["cpu"].append(cpu.rate_for(seconds))
         if fetching is not None:
-            samples[f"link.{name}"].append(fetching.rate(options.seconds))
-            with fetching.start(options.seconds) as running:
-                samples[f"both.cpu.{name}"].append(cpu.rate(lambda _: running.busy()))
-            samples[f"both.link.{name}"].append(running.rate)
+            samples["link"].append(fetching.start(seconds).rate())
+            running = fetching.start(seconds)
+            samples["both.cpu"].append(cpu.rate(running.busy))
+            samples["both.link"].append(running.rate())
     if fetching is not None:
         fetching.close()
-    cpu.executor.close()
     return samples
+
+
+def measure_format(name: str, options: argparse.Namespace, link: Link | None) -> Samples:
+    config = SHAPES[options.shape](1)
+    layout = Layout(FORMATS[name], config.hidden, config.expert_inner)
+    pool = Pool(layout, 1, max(2 * config.top_k, int(options.gigabytes * 1e9) // layout.nbytes))
+    pool.fill_random()
+    executor = Executor(pool, 1, config.top_k, options.threads, library=options.library)
+    samples = measure_experts(executor, link, options.samples, options.seconds)
+    executor.close()
+    return {f"{what}.{name}": found for what, found in samples.items()}
 
 
 def measure(options: argparse.Namespace, link: Link | None, tell: Callable[[str], None]) -> Samples:
     """Every measure, by name: bytes per second."""
-    samples: Samples = defaultdict(list)
+    samples: Samples = {}
     ops = NativeOps(threads=options.threads, library=options.library)
     tell("memory")
     probe = read_probe(ops)
@@ -118,7 +127,8 @@ def measure(options: argparse.Namespace, link: Link | None, tell: Callable[[str]
         samples["device.copy"] = link.device_copies(options.samples)
         samples["link.copy"] = link.host_copies(options.samples)
     for name in options.formats:
-        samples |= measure_format(name, options, link, tell)
+        tell(f"experts in {name}")
+        samples |= measure_format(name, options, link)
     return samples
 
 
