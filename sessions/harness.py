@@ -14,11 +14,17 @@ from typing import Literal
 from parsers.conversation import Conversation, Text, Turn
 from sessions.digest import texts
 
-Protocol = Literal["anthropic", "responses", "chat"]
-Kind = Literal["main", "side", "compaction", "subagent"]
+Protocol = Literal["anthropic", "responses", "chat", "completions"]
+Kind = Literal["main", "side", "compaction", "subagent", "raw"]
+"""A ``raw`` request is no conversation, but a prompt that is continued."""
 
 PROBE_TOKENS = 32
-"""A request for no more output than this, without tools or history, is a probe."""
+PROBE_TEXT = 2000
+"""A request for no more output than this, of no more characters than that, without tools or history, is a probe.
+Whoever wants one word about a long text will have more to ask about it."""
+RAW_SESSION = "completions"
+"""What the prompts of one caller have for a session, with the id that the caller gives behind it: never that of a
+conversation, into which no tokens may come that were sampled elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,8 @@ def recognise(meta: RequestMeta, conversation: Conversation) -> Harness:
 def identify(harness: Harness, meta: RequestMeta, conversation: Conversation) -> Identity:
     """The body's session id comes first: sub-agents of Codex have it in common, whatever their headers say."""
     session = meta.session_hint or _first(meta, harness.session)
+    if meta.protocol == "completions":
+        return Identity(f"{RAW_SESSION} {session}".strip(), "", False, "raw")
     thread = _first(meta, harness.thread)
     threads = bool(session and harness.thread)
     return Identity(session, "" if thread == session else thread, threads, _kind(harness, meta, conversation))
@@ -188,9 +196,10 @@ def _opening_kinds(harness: Harness, conversation: Conversation) -> set[Kind]:
 
 
 def _is_side(harness: Harness, meta: RequestMeta, conversation: Conversation) -> bool:
-    if conversation.tools:
+    if conversation.tools or any(turn.role == "assistant" for turn in conversation.turns):
         return False
-    probe = 0 < meta.max_tokens <= PROBE_TOKENS and all(turn.role != "assistant" for turn in conversation.turns)
+    said = sum(len(text) for turn in conversation.turns for text in texts(turn))
+    probe = 0 < meta.max_tokens <= PROBE_TOKENS and said <= PROBE_TEXT
     return probe or (harness.titles and meta.json_schema)
 
 

@@ -19,15 +19,21 @@ from sessions.idle import Followup
 from sessions.prior import Divergence, divergence
 from sessions.session import Branch, Session
 
-_CALL_PREFIX: dict[Protocol, str] = {"anthropic": "toolu_", "responses": "call_", "chat": "call_"}
+_CALL_PREFIX: dict[Protocol, str] = {
+    "anthropic": "toolu_",
+    "responses": "call_",
+    "chat": "call_",
+    "completions": "call_",
+}
 
 
 @dataclass(frozen=True)
 class ReuseReport:
     """Where a prompt's tokens came from: ``resumed`` + ``replayed`` + ``new`` == ``prompt``. ``replayed`` counts what
     this branch had computed before and had to compute again, be it by a worker that is gone. ``resumed`` is the sum of
-    what came from the ``device``, from the ``host``'s memory and from ``disk``. ``explained`` is False where no rule
-    named the cause, which is an error of ours. ``divergence``: where the prompt left what its branch had before."""
+    what came from the ``device``, from the ``host``'s memory, from ``disk`` and from a tier that a ``remote`` engine
+    does not name. ``explained`` is False where no rule named the cause, which is an error of ours. ``divergence``:
+    where the prompt left what its branch had before."""
 
     prompt: int
     resumed: int

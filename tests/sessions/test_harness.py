@@ -8,6 +8,8 @@ from sessions.harness import CLAUDE_CODE, GENERIC, RequestMeta, identify, recogn
 HELLO = Conversation((Turn("user", (Text("Hello"),)),), (Tool("Bash"),))
 BILLING = "x-anthropic-billing-header:"
 BARE = Conversation(HELLO.turns)
+ANSWERED = Conversation((*HELLO.turns, Turn("assistant", (Text("Hi"),)), *HELLO.turns))
+LONG = Conversation((Turn("system", (Text("word " * 500),)), *HELLO.turns))
 BILLED = Conversation((Turn("system", (Text("x-anthropic-billing-header: cc_version=2;"),)), *HELLO.turns))
 
 
@@ -61,6 +63,12 @@ def codex(**headers: str) -> RequestMeta:
         (RequestMeta("chat", {"x-session-affinity": "o", "x-parent-session-id": "p"}), HELLO, ("o", "", "subagent")),
         (RequestMeta("chat", json_schema=True), BARE, ("", "", "main")),
         (RequestMeta("chat", max_tokens=16), BARE, ("", "", "side")),
+        (RequestMeta("chat", max_tokens=16), ANSWERED, ("", "", "main")),
+        (RequestMeta("chat", max_tokens=16), LONG, ("", "", "main")),
+        (RequestMeta("chat", max_tokens=16), HELLO, ("", "", "main")),
+        (RequestMeta("anthropic", {"x-claude-code-session-id": "c"}, json_schema=True), ANSWERED, ("c", "", "main")),
+        (RequestMeta("completions", max_tokens=16), BARE, ("completions", "", "raw")),
+        (RequestMeta("completions", {"x-session-id": "o"}, max_tokens=16), BARE, ("completions o", "", "raw")),
     ],
 )
 def test_identity_and_kind(meta: RequestMeta, conversation: Conversation, expected: tuple[str, str, str]) -> None:
