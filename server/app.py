@@ -21,10 +21,9 @@ from server import control, endpoint, errors, metrics, openapi, stored, upkeep, 
 from server.auth import Guard
 from server.dump import Json
 from server.errors import ApiError
-from server.protocols import chat, responses
+from server.protocols import chat, completions, responses
 from server.protocols.anthropic import ANTHROPIC
 from server.protocols.base import WireProtocol
-from server.protocols.chat_events import logprob_format
 from server.state import ServerState
 
 _log = logging.getLogger(__name__)
@@ -115,19 +114,20 @@ def create_app(state: ServerState) -> Starlette:
         state.sessions.close()
         _log.info("stopped; %d generations were open", state.counters.open_generations)
 
-    decode = state.family.tokenizer.decode
+    token_bytes = state.family.tokenizer.token_bytes
     app = Starlette(
         routes=[
             Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/v1/responses", _no_upgrade, methods=["GET"]),
-            Route("/v1/responses", generation(responses.reader(state.history)), methods=["POST"]),
+            Route("/v1/responses", generation(responses.reader(state.history, state.logprobs)), methods=["POST"]),
             WebSocketRoute("/v1/responses", socket),
             Route("/v1/responses/{id}", kept(stored.get)),
             Route("/v1/responses/{id}", kept(stored.delete), methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", kept(stored.input_items)),
             Route("/v1/responses/{id}/cancel", kept(stored.cancel), methods=["POST"]),
-            Route("/v1/chat/completions", generation(chat.reader(logprob_format(decode))), methods=["POST"]),
+            Route("/v1/chat/completions", generation(chat.reader(state.logprobs)), methods=["POST"]),
+            Route("/v1/completions", generation(completions.reader(token_bytes)), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
             Route("/v1/sessions", sessions),

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server import errors
 from server.errors import ApiError
-from server.keys import KeyRing
+from server.keys import ApiKey, KeyRing
 from server.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
+UNKNOWN_KEY = "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _OPEN_PATHS = ("/health",)
 """Answered without a key, so that a supervisor needs none."""
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
@@ -26,7 +27,8 @@ _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]*)?", re.
 
 class Guard:
     """Wraps the application. A request that passes carries in ``scope["state"]`` its key's ``caller`` (what limits and
-    numbers call it) and ``namespace`` (whose cache it uses); both "" where no keys are configured."""
+    numbers call it) and ``namespace`` (whose cache it uses), both "" where no keys are configured, and the ``key``
+    itself, for what outlives a request."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: KeyRing) -> None:
         self._app = app
@@ -41,12 +43,15 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_names(headers)
-            caller, namespace = ("", "") if scope["path"] in _OPEN_PATHS else self._identify(headers)
+            key = None if scope["path"] in _OPEN_PATHS else self._identify(headers)
         except ApiError as error:
             _log.warning("refused %s %r: %r", scope.get("method", "websocket"), scope["path"], error.message)
             await errors.response(error, errors.shape_of(scope["path"], headers))(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(caller=caller, namespace=namespace)
+        caller, namespace = ("", "") if key is None else (key.caller, key.namespace)
+        if self._share_cache:
+            namespace = ""
+        scope.setdefault("state", {}).update(caller=caller, namespace=namespace, key=key)
         await self._app(scope, receive, send)
 
     def _check_names(self, headers: Headers) -> None:
@@ -59,18 +64,16 @@ class Guard:
         if origin is not None and _name(origin.partition("://")[2]) not in self._hosts:
             raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
 
-    def _identify(self, headers: Headers) -> tuple[str, str]:
-        """Caller and namespace. Raises ApiError."""
+    def _identify(self, headers: Headers) -> ApiKey | None:
+        """None where no key is needed. Raises ApiError."""
         if not self._keys:
-            return "", ""
+            return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         key = self._keys.find(bearer, headers.get("x-api-key", ""))
         if key is None:
-            raise ApiError(
-                "unauthorized", "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            )
-        return key.caller, "" if self._share_cache else key.namespace
+            raise ApiError("unauthorized", UNKNOWN_KEY)
+        return key
 
 
 def _name(authority: str) -> str:

@@ -25,6 +25,7 @@ from parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from server.logprobs import Visible
 from server.stops import StopMatcher
 
 BlockKind = Literal["text", "thinking", "tool_call"]
@@ -32,21 +33,26 @@ BlockKind = Literal["text", "thinking", "tool_call"]
 
 @dataclass(frozen=True)
 class BlockStart:
-    """``index`` counts the blocks of an answer from 0. ``id`` is the call id of a tool call, the ticket of thinking."""
+    """``index`` counts the blocks of an answer from 0. ``id`` is the call id of a tool call, the ticket of thinking.
+    ``choice`` counts the answers to one request."""
 
     index: int
     kind: BlockKind
     id: str = ""
     name: str = ""
     freeform: bool = False
+    choice: int = 0
 
 
 @dataclass(frozen=True)
 class BlockDelta:
+    """``logprobs``, where they are wanted, are those of the tokens that begin in ``text``."""
+
     index: int
     kind: BlockKind
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class BlockEnd:
     name: str = ""
     freeform: bool = False
     complete: bool = True
+    choice: int = 0
 
 
 BlockEvent = BlockStart | BlockDelta | BlockEnd
@@ -71,7 +78,11 @@ _BROKEN = "{"
 
 
 class Assembler:
-    """Turns parser events into block events. ``stopped`` says that nothing more is wanted, and why."""
+    """Turns parser events into block events. ``stopped`` says that nothing more is wanted, and why.
+
+    ``verbatim``: white space is kept, also where there is nothing else. ``token_size``: bytes of text that a token
+    stands for, to tell which logprobs go with which text; None where none are wanted. ``choice`` is in all events.
+    """
 
     def __init__(
         self,
@@ -81,6 +92,9 @@ class Assembler:
         stops: Sequence[str] = (),
         freeform: frozenset[str] = frozenset(),
         parallel_calls: bool = True,
+        verbatim: bool = False,
+        token_size: Callable[[int], int] | None = None,
+        choice: int = 0,
     ) -> None:
         self.blocks: list[Block] = []
         """Finished blocks, as delivered."""
@@ -96,24 +110,29 @@ class Assembler:
         self._stops = StopMatcher(stops)
         self._freeform = freeform
         self._parallel_calls = parallel_calls
+        self._verbatim = verbatim
+        self._visible = None if token_size is None else Visible(token_size)
+        self.choice = choice
         self._kind: BlockKind | None = None
         self._start: BlockStart | None = None
         self._started = 0
         self._blank = ""
         self._parts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
         self._out: list[BlockEvent] = []
 
     def feed(self, events: Sequence[Event], logprob: TokenLogprob | None = None) -> list[BlockEvent]:
         """The events of one sampled token."""
-        if logprob is not None:
-            self._logprobs.append(logprob)
+        visible = self._visible
+        if visible is not None and logprob is not None:
+            visible.sampled(logprob)
         for event in events:
             if self.stopped:
                 break
             match event:
                 case TextDelta(text):
                     self._enter("text")
+                    if visible is not None:
+                        visible.became(text)
                     text, self.stop_string = self._stops.feed(text)
                     self._emit(text)
                     self.stopped = "stop_sequence" if self.stop_string else ""
@@ -132,13 +151,12 @@ class Assembler:
                     if not complete and not self._parts:
                         self._emit(_BROKEN)
                     self._close(complete)
-                    self._logprobs.clear()
                 case Boundary():
                     self.boundaries.append(event)
                 case Tolerated(rule):
                     self.tolerated[rule] += 1
-        if self._kind not in ("text", None):
-            self._logprobs.clear()
+        if visible is not None and self._kind not in ("text", None):
+            visible.skip()
         return self._drain()
 
     def close(self, complete: bool) -> list[BlockEvent]:
@@ -169,7 +187,7 @@ class Assembler:
         """A piece of the current block. White space at a block's start waits for something to follow it."""
         if self._start is None:
             self._blank += text
-            if not self._blank.strip():
+            if not (self._blank if self._verbatim else self._blank.strip()):
                 return
             text = self._blank
             self._begin(self._new_ticket() if self._kind == "thinking" else "")
@@ -179,24 +197,26 @@ class Assembler:
         if self._start.freeform:
             return
         logprobs: tuple[TokenLogprob, ...] = ()
-        if self._start.kind == "text":
-            logprobs = tuple(self._logprobs)
-            self._logprobs.clear()
-        self._out.append(BlockDelta(self._start.index, self._start.kind, text, logprobs))
+        if self._visible is not None and self._start.kind == "text":
+            logprobs = self._visible.shown(text)
+        self._out.append(BlockDelta(self._start.index, self._start.kind, text, logprobs, self.choice))
 
     def _begin(self, block_id: str, name: str = "") -> None:
-        self._start = BlockStart(self._started, self._kind or "text", block_id, name, name in self._freeform)
+        freeform = name in self._freeform
+        self._start = BlockStart(self._started, self._kind or "text", block_id, name, freeform, self.choice)
         self._started += 1
         self._out.append(self._start)
 
     def _close(self, complete: bool) -> None:
         start, text = self._start, "".join(self._parts)
         self._kind, self._start, self._blank, self._parts = None, None, "", []
+        if self._visible is not None:
+            self._visible.end()
         if start is None:
             return
         if start.freeform:
             text = freeform_input(text)
-            self._out.append(BlockDelta(start.index, start.kind, text))
+            self._out.append(BlockDelta(start.index, start.kind, text, choice=self.choice))
         match start.kind:
             case "text":
                 self.blocks.append(Text(text))
@@ -205,7 +225,9 @@ class Assembler:
             case "tool_call":
                 self.calls += 1
                 self.blocks.append(ToolCall(start.id, start.name, text, start.freeform))
-        self._out.append(BlockEnd(start.index, start.kind, text, start.id, start.name, start.freeform, complete))
+        self._out.append(
+            BlockEnd(start.index, start.kind, text, start.id, start.name, start.freeform, complete, self.choice)
+        )
 
     def _drain(self) -> list[BlockEvent]:
         out, self._out = self._out, []

@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from server import errors, generate, prefill
+from server.answers import Answering
 from server.dump import Json
 from server.errors import ApiError
-from server.generate import Answering
 from server.protocols import anthropic
 from server.protocols.base import Inbound, WireProtocol
 from server.settings import ServerSettings
@@ -35,14 +35,14 @@ async def answer(request: Request, state: ServerState, protocol: WireProtocol) -
     try:
         inbound = protocol.read(body, request.headers, request.state.namespace)
     except ValidationError as error:
-        raise ApiError.from_validation(error) from error
+        raise ApiError.from_validation(error, body) from error
     check_model(state, inbound.meta.model)
     return await _unless_disconnected(request, _answer(state, inbound, request.state.caller))
 
 
 async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response:
     with ExitStack() as place:
-        place.callback(await state.limits.enter(caller))
+        place.callback(await state.limits.enter(caller, inbound.choices))
         generation = await begin(state, inbound)
         request_headers = errors.request_id_headers(errors.new_request_id())
         if inbound.stream:
@@ -59,8 +59,9 @@ async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response
 
 async def begin(state: ServerState, inbound: Inbound) -> Answering:
     """Raises ApiError. The caller must ``close`` what it gets."""
-    start = generate.start if inbound.answered else prefill.start
-    return await start(state, inbound.meta, inbound.conversation, inbound.options)
+    if not inbound.answered:
+        return await prefill.start(state, inbound.meta, inbound.conversation, inbound.options)
+    return await generate.start(state, inbound.meta, inbound.raw or inbound.conversation, inbound.options)
 
 
 async def _whole(generation: Answering, inbound: Inbound) -> dict[str, Any]:
@@ -138,7 +139,7 @@ async def count(request: Request, state: ServerState) -> Json:
     try:
         meta, conversation, thought = anthropic.read_count(body, request.headers, request.state.namespace)
     except ValidationError as error:
-        raise ApiError.from_validation(error) from error
+        raise ApiError.from_validation(error, body) from error
     check_model(state, meta.model)
     prompt = await generate.render(state, state.sessions.normalise(meta, conversation), *thought)
     return Json({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
@@ -10,6 +10,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from engine.api import ErrorKind as EngineErrorKind
+from engine.client import EngineError
 from server.dump import Json
 
 Shape = Literal["anthropic", "openai"]
@@ -100,6 +101,13 @@ class ApiError(Exception):
         return cls(ours, message, retry_after=1 if ours in ("busy", "unavailable") else 0)
 
     @classmethod
+    def from_engine_error(cls, error: EngineError, prompt: int) -> ApiError:
+        """``prompt``: its tokens."""
+        if error.kind == "context_length" and error.limit:
+            return cls.prompt_too_long(prompt, error.limit)
+        return cls.from_engine(error.kind, error.message)
+
+    @classmethod
     def prompt_too_long(cls, prompt: int, limit: int) -> ApiError:
         """Counts in tokens. The first text starts Claude Code's own recovery, the second that of OpenAI's clients."""
         return cls(
@@ -115,12 +123,27 @@ class ApiError(Exception):
         return cls("context", f"input length and max_tokens exceed context limit: {prompt} + {max_tokens} > {limit}")
 
     @classmethod
-    def from_validation(cls, error: ValidationError) -> ApiError:
-        """The first complaint of pydantic, with the path of the field."""
+    def from_validation(cls, error: ValidationError, body: object) -> ApiError:
+        """The first complaint of pydantic, with the path of the field in the request's ``body``."""
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(_path(first["loc"], body, missing=first["type"] == "missing"))
         message = first["msg"].removeprefix("Value error, ")
         return cls("invalid", f"{where}: {message}" if where else message, param=where or None)
+
+
+def _path(places: Sequence[int | str], body: object, *, missing: bool) -> list[str]:
+    """Without what pydantic puts in for the members of a union: names that nothing in the body has."""
+    out: list[str] = []
+    for at, place in enumerate(places):
+        match body, place:
+            case dict(), str() if place in body:
+                body = body[place]
+            case list(), int() if place < len(body):
+                body = body[place]
+            case _ if not (missing and at == len(places) - 1):
+                continue
+        out.append(str(place))
+    return out
 
 
 def status(error: ApiError, shape: Shape) -> int:

@@ -52,6 +52,10 @@ class KeyRing:
     def callers(self) -> int:
         return len({key.namespace for _, key in self._keys})
 
+    def admits(self, key: ApiKey | None) -> bool:
+        """Whether one who came in with this key (None: without, when none was needed) still may."""
+        return not self._keys or any(known == key for _, known in self._keys)
+
     def find(self, *offered: str) -> ApiKey | None:
         """The key of the first text that is one. Each is compared with all keys, in the same time whatever it is."""
         for text in offered:

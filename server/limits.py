@@ -18,12 +18,12 @@ class _Caller:
     requests: int = 0
     refused: int = 0
     running: int = 0
-    queue: deque[asyncio.Future[None]] = field(default_factory=deque)
+    queue: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
 
 
 class Limits:
-    """At most ``running`` generations of one caller at a time (0: any number), ``waiting`` more in order of arrival and
-    each for at most ``seconds``; the rest is refused."""
+    """At most ``running`` answers of one caller at a time (0: any number), ``waiting`` more requests in order of
+    arrival and each for at most ``seconds``; the rest is refused."""
 
     def __init__(self, running: int, waiting: int, seconds: float) -> None:
         self._running = running
@@ -31,15 +31,17 @@ class Limits:
         self._seconds = seconds
         self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
 
-    async def enter(self, name: str) -> Callable[[], None]:
-        """Waits for a place and gives what returns it, to be called once. Raises ApiError."""
+    async def enter(self, name: str, places: int = 1) -> Callable[[], None]:
+        """Waits for a place for each answer and gives what returns them, to be called once. Raises ApiError."""
         caller = self._callers[name]
         caller.requests += 1
-        if not self._running or caller.running < self._running:
-            caller.running += 1
+        if 0 < self._running < places:
+            raise ApiError("invalid", f"{places} answers at once: this API key may have {self._running}", param="n")
+        if self._fits(caller, places) and not caller.queue:
+            caller.running += places
         else:
-            await self._wait(caller)
-        return lambda: self._leave(caller)
+            await self._wait(caller, places)
+        return lambda: self._leave(caller, places)
 
     def stats(self) -> dict[str, dict[str, int]]:
         return {
@@ -52,19 +54,23 @@ class Limits:
             for name, caller in self._callers.items()
         }
 
-    async def _wait(self, caller: _Caller) -> None:
+    def _fits(self, caller: _Caller, places: int) -> bool:
+        return not self._running or caller.running + places <= self._running
+
+    async def _wait(self, caller: _Caller, places: int) -> None:
         if len(caller.queue) >= self._waiting:
-            raise self._refuse(caller, f"{self._running} requests of this API key are running, {self._waiting} wait")
+            raise self._refuse(caller, f"{caller.running} answers to this API key are running, {self._waiting} wait")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        caller.queue.append(place)
+        caller.queue.append((place, places))
         try:
             async with asyncio.timeout(self._seconds):
                 await place
         except BaseException as error:
             if place.done() and not place.cancelled():
-                self._leave(caller)  # it was ours just when we stopped waiting for it
-            elif place in caller.queue:
-                caller.queue.remove(place)
+                self._leave(caller, places)  # they were ours just when we stopped waiting for them
+            elif (place, places) in caller.queue:
+                caller.queue.remove((place, places))
+                self._leave(caller, 0)
             if isinstance(error, TimeoutError):
                 raise self._refuse(caller, f"other requests of this API key took {self._seconds:g} s") from error
             raise
@@ -73,11 +79,11 @@ class Limits:
         caller.refused += 1
         return ApiError("busy", f"{why}: try again later", retry_after=_RETRY_SECONDS)
 
-    def _leave(self, caller: _Caller) -> None:
-        """The place goes to whoever has waited longest."""
-        while caller.queue:
-            place = caller.queue.popleft()
+    def _leave(self, caller: _Caller, places: int) -> None:
+        """The places go to those who have waited longest."""
+        caller.running -= places
+        while caller.queue and self._fits(caller, caller.queue[0][1]):
+            place, wanted = caller.queue.popleft()
             if not place.done():
                 place.set_result(None)
-                return
-        caller.running -= 1
+                caller.running += wanted

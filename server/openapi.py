@@ -14,11 +14,18 @@ from pydantic_core import core_schema
 
 from server.protocols.anthropic import CountRequest, MessagesRequest
 from server.protocols.chat import ChatRequest
+from server.protocols.completions import CompletionsRequest
 from server.protocols.responses import ResponsesRequest
 
 _JSON, _STREAM, _LINES, _TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 _REFS = "#/components/schemas/"
-_MODELS: tuple[type[BaseModel], ...] = (MessagesRequest, CountRequest, ResponsesRequest, ChatRequest)
+_MODELS: tuple[type[BaseModel], ...] = (
+    MessagesRequest,
+    CountRequest,
+    ResponsesRequest,
+    ChatRequest,
+    CompletionsRequest,
+)
 _PRIVATE = re.compile(r"(?:server__protocols__(\w+?)__)?_(\w+)")
 """A component's name as pydantic writes those of private classes; with the module where two modules have one."""
 _ANY: JsonSchemaValue = {"type": "object"}
@@ -37,20 +44,33 @@ class _Operation:
     status: int = 200
     unready: int = 0
     parameters: Mapping[str, JsonSchemaValue] = field(default_factory=dict)
+    more: JsonSchemaValue = field(default_factory=dict)
+    """Fields that OpenAPI does not define."""
 
 
 _ID = {"id": {"type": "string"}}
 _ACTION = {"action": {"type": "string", "enum": ["verify", "gc", "forget"]}}
+_SOCKET: JsonSchemaValue = {
+    "x-websocket": {
+        "description": "Each message is one JSON text. Requests are answered one after the other; what cannot be begun "
+        "is told in an error event, and the socket goes on.",
+        "client": {"$ref": _REFS + "ResponseCreate"},
+        "server": {"anyOf": [{"$ref": _REFS + "ResponseEvent"}, {"$ref": _REFS + "ErrorEvent"}]},
+    }
+}
 _OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("post", "/v1/messages"): _Operation("Anthropic Messages", MessagesRequest, answers=(_JSON, _STREAM)),
     ("post", "/v1/messages/count_tokens"): _Operation("Tokens of a request, without an answer", CountRequest),
-    ("get", "/v1/responses"): _Operation("Upgraded to a WebSocket that speaks OpenAI Responses", status=426),
+    ("get", "/v1/responses"): _Operation(
+        "Upgraded to a WebSocket that speaks OpenAI Responses", status=426, more=_SOCKET
+    ),
     ("post", "/v1/responses"): _Operation("OpenAI Responses", ResponsesRequest, answers=(_JSON, _STREAM)),
     ("get", "/v1/responses/{id}"): _Operation("A response that was stored", parameters=_ID),
     ("delete", "/v1/responses/{id}"): _Operation("Forget it", parameters=_ID),
     ("get", "/v1/responses/{id}/input_items"): _Operation("What led to it", parameters=_ID),
     ("post", "/v1/responses/{id}/cancel"): _Operation("Declined: there are no background responses", parameters=_ID),
     ("post", "/v1/chat/completions"): _Operation("OpenAI Chat Completions", ChatRequest, answers=(_JSON, _STREAM)),
+    ("post", "/v1/completions"): _Operation("OpenAI Completions", CompletionsRequest, answers=(_JSON, _STREAM)),
     ("get", "/v1/models"): _Operation("The names of the model, its context and longest answer"),
     ("get", "/v1/models/{id}"): _Operation("One of them", parameters=_ID),
     ("get", "/v1/sessions"): _Operation("The caller's sessions"),
@@ -102,6 +122,32 @@ _ERRORS: JsonSchemaValue = {
     },
 }
 
+_EVENT = {"type": {"type": "string", "pattern": r"^response\."}, "sequence_number": {"type": "integer", "minimum": 0}}
+_FRAMES: JsonSchemaValue = {
+    "ResponseCreate": {
+        "allOf": [
+            {"$ref": _REFS + "ResponsesRequest"},
+            {"type": "object", "properties": {"type": {"const": "response.create"}}, "required": ["type"]},
+        ],
+        "description": "`generate: false` only computes ahead; `previous_response_id` names what `input` continues.",
+    },
+    "ResponseEvent": {"type": "object", "properties": _EVENT, "required": [*_EVENT]},
+    "ErrorEvent": {
+        "allOf": [
+            {"$ref": _REFS + "OpenAIError"},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "error"},
+                    "status": {"type": "integer"},
+                    "headers": {"type": "object", "additionalProperties": {"type": "string"}},
+                },
+                "required": ["type", "status", "headers"],
+            },
+        ],
+    },
+}
+
 
 class _Generate(GenerateJsonSchema):
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
@@ -124,7 +170,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "ft", "version": "1", "description": "A local server for coding agents."},
         "paths": paths,
         "components": {
-            "schemas": {**_named(schemas["$defs"]), **_ERRORS},
+            "schemas": {**_named(schemas["$defs"]), **_ERRORS, **_FRAMES},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -144,7 +190,7 @@ def _operation(path: str, operation: _Operation) -> dict[str, Any]:
     responses = {str(operation.status): good if operation.status < 400 else failed, "default": failed}
     if operation.unready:
         responses[str(operation.unready)] = good
-    out: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    out: dict[str, Any] = {"summary": operation.summary, "responses": responses, **operation.more}
     if operation.body is not None:
         schema = operation.body if isinstance(operation.body, dict) else {"$ref": _REFS + operation.body.__name__}
         out["requestBody"] = {

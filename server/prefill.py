@@ -16,8 +16,8 @@ from engine.client import EngineStream
 from parsers.conversation import Conversation
 from parsers.load import RenderError
 from server import generate
+from server.answers import Finished, GenerationEvent, Options, Progress, Usage
 from server.errors import ApiError
-from server.generate import Finished, GenerationEvent, Options, Progress, Usage
 from server.state import ServerState
 from sessions.idle import Opening, opening
 from sessions.tracker import RequestMeta
@@ -42,7 +42,7 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
     try:
         begin = await to_thread.run_sync(work, limiter=state.render_limiter)
     except RenderError as error:
-        raise ApiError("invalid", f"the model's chat template refuses this conversation: {error}") from error
+        raise ApiError("invalid", str(error)) from error
     if not 0 < len(begin.tokens) <= most:
         raise ApiError.prompt_too_long(len(begin.tokens), most)
     request = Request(

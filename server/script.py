@@ -5,9 +5,9 @@ A script is a JSONL file of rules, one object a line; the first rule that matche
     {"when": {"kind": "main", "after_user": "(?i)fix the tests", "step": 0},
      "say": [{"thinking": "Look first."}, {"tool_call": {"name": "Bash", "args": {"command": "ls"}}}]}
 
-``kind`` is the kind of request (main, side, compaction, subagent), ``after_user`` a regular expression searched for in
-the last real user text, ``step`` the number of assistant turns since that text. Whatever ``when`` leaves out matches
-anything. Nothing is remembered between requests, so retries, side requests and restarts change nothing.
+``kind`` is the kind of request (main, side, compaction, subagent, raw), ``after_user`` a regular expression searched
+for in the last real user text, ``step`` the number of assistant turns since that text. Whatever ``when`` leaves out
+matches anything. Nothing is remembered between requests, so retries, side requests and restarts change nothing.
 """
 
 from __future__ import annotations

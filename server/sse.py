@@ -9,9 +9,9 @@ from anyio import CancelScope
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from server.answers import Answering
 from server.dump import dump
 from server.errors import INTERNAL_MESSAGE, ApiError
-from server.generate import Answering
 from server.protocols.base import Sse, Writer
 from server.state import ServerState
 

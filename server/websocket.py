@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from server import endpoint, errors
+from server.auth import UNKNOWN_KEY
 from server.dump import dump
 from server.errors import INTERNAL_MESSAGE, ApiError
 from server.protocols.base import Inbound, invalid
@@ -33,7 +34,7 @@ _REMEMBERED = 4
 """Responses that a socket knows; a client continues the last, or the one before it."""
 _WAITING = 16
 """Requests that may wait for the one that is being answered."""
-_TOO_MUCH = 1008
+_REFUSED = 1008
 
 
 async def talk(websocket: WebSocket, state: ServerState, stored: History) -> None:
@@ -58,7 +59,7 @@ async def talk(websocket: WebSocket, state: ServerState, stored: History) -> Non
 async def _read(websocket: WebSocket, requests: _Requests) -> None:
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         if not requests.put(message.get("text") or message.get("bytes") or ""):
-            await websocket.close(_TOO_MUCH, "too many requests wait")
+            await websocket.close(_REFUSED, "too many requests wait")
             return
 
 
@@ -122,12 +123,17 @@ class _Socket:
         self._websocket = websocket
         self._state = state
         self._known = _Known(stored, state.settings.max_body_bytes)
-        self._protocol = reader(self._known)
+        self._protocol = reader(self._known, state.logprobs)
 
     async def answer_all(self, requests: _Requests) -> None:
         while True:
             text = await requests.get()
             self._state.counters.requests += 1
+            if not self._state.keys.admits(self._websocket.state.key):
+                self._state.counters.errors += 1
+                await self._send(error_event(ApiError("unauthorized", UNKNOWN_KEY)))
+                await self._websocket.close(_REFUSED, "the API key is no longer good")
+                return
             try:
                 await self._answer(text)
             except ApiError as error:
@@ -176,7 +182,7 @@ class _Socket:
         try:
             return self._protocol.read(body, headers, self._websocket.state.namespace)
         except ValidationError as error:
-            raise ApiError.from_validation(error) from error
+            raise ApiError.from_validation(error, body) from error
 
     async def _send(self, payload: Mapping[str, Any] | str) -> None:
         """Raises WebSocketDisconnect."""

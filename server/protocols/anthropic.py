@@ -12,9 +12,9 @@ from pydantic_core import from_json
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
 from parsers.grammar import Calls, Demand
-from server.generate import Options
+from server.answers import Options
 from server.protocols.anthropic_events import AnthropicWriter
-from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
+from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid, no_media
 from sessions.tracker import RequestMeta
 
 _CALLS: dict[str, Calls] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -72,6 +72,7 @@ class _ToolResult(Wire):
     is_error: bool | None = None
 
 
+_SystemBlock = Annotated[_Text | _Media, Field(discriminator="type")]
 _Content = Annotated[_Text | _Thinking | _Redacted | _ToolUse | _ToolResult | _Media, Field(discriminator="type")]
 
 
@@ -117,7 +118,7 @@ class _Metadata(Wire):
 class CountRequest(Wire):
     model: str = Field(min_length=1)
     messages: Items[_Message]
-    system: Annotated[Items[_Text], BeforeValidator(_blocks)] = Field(default_factory=list)
+    system: Annotated[Items[_SystemBlock], BeforeValidator(_blocks)] = Field(default_factory=list)
     tools: Items[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
@@ -229,7 +230,8 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
         )
     deferred = tuple(_tool(tool) for tool in request.tools if tool.defer_loading)
     unseen = {tool.name: tool for tool in deferred}
-    turns = [Turn("system", tuple(Text(block.text) for block in request.system))] if request.system else []
+    system = tuple(_block("system", block, f"system.{at}", unseen) for at, block in enumerate(request.system))
+    turns = [Turn("system", system)] if system else []
     for at, message in enumerate(request.messages):
         turn = _turn(message, f"messages.{at}", unseen)
         if turn.blocks:
@@ -270,10 +272,10 @@ def _block(role: str, block: _Content, where: str, unseen: dict[str, Tool]) -> B
         case _ToolUse() if role == "assistant":
             return ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         case _ToolResult() if role == "user":
-            text = "\n".join(_nested(part, where, unseen) for part in block.content)
+            text = "\n".join(_nested(part, f"{where}.content.{at}", unseen) for at, part in enumerate(block.content))
             return ToolOutput(block.tool_use_id, text, bool(block.is_error))
         case _Media():
-            raise _no_media(block.type, where)
+            raise no_media(block.type, where)
     raise invalid(f"{where}: {block.type} blocks are not allowed in {role} messages", where)
 
 
@@ -288,11 +290,7 @@ def _nested(part: _Nested, where: str, unseen: dict[str, Tool]) -> str:
                 return f"Tool {part.tool_name} is available."
             description = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
             return json.dumps(description, ensure_ascii=False)
-    raise _no_media(part.type, where)
-
-
-def _no_media(kind: str, where: str) -> Exception:
-    return invalid(f"{where}: {kind} blocks are not supported: this model reads text only", where)
+    raise no_media(part.type, where)
 
 
 ANTHROPIC = WireProtocol("anthropic", read)

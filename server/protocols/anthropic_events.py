@@ -9,9 +9,9 @@ from uuid import uuid4
 from pydantic_core import from_json
 
 from server import errors
+from server.answers import Finished, GenerationEvent, Progress, Reason, Usage
 from server.blocks import BlockDelta, BlockEnd, BlockStart
 from server.errors import ApiError
-from server.generate import Finished, GenerationEvent, Progress, Reason, Usage
 from server.protocols.base import Sse
 
 _STOP_REASONS: dict[Reason, str] = {

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from parsers.conversation import Conversation
+from server.answers import GenerationEvent, Options, Raw, Usage
 from server.errors import ApiError, Shape
-from server.generate import GenerationEvent, Options, Usage
 from sessions.tracker import RequestMeta
 
 Sse = tuple[str, Mapping[str, Any] | str]
@@ -57,6 +57,14 @@ class Inbound:
     answered: bool = True
     """False: only what it begins with is to be computed."""
 
+    raw: Raw | None = None
+    """Prompts in place of the conversation."""
+
+    @property
+    def choices(self) -> int:
+        """How many answers it wants."""
+        return self.options.n * (1 if self.raw is None else len(self.raw.prompts))
+
 
 @dataclass(frozen=True)
 class WireProtocol:
@@ -65,6 +73,38 @@ class WireProtocol:
 
     shape: Shape
     read: Callable[[object, Mapping[str, str], str], Inbound]
+
+
+MOST_CHOICES = 16
+"""Answers to one request: each takes a place in the engine's queue."""
+
+
+def counted(usages: Mapping[int, Usage], n: int) -> Usage:
+    """Of several answers, by number; each prompt, which has ``n`` of them, counts once."""
+    firsts = [usage for choice, usage in usages.items() if choice % n == 0]
+    return Usage(
+        sum(usage.prompt for usage in firsts),
+        sum(usage.cached for usage in firsts),
+        sum(usage.written for usage in firsts),
+        sum(usage.output for usage in usages.values()),
+        sum(usage.reasoning for usage in usages.values()),
+    )
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """As Chat Completions and Completions have it."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.prompt + usage.output,
+        "prompt_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": usage.written},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def no_media(kind: str, where: str) -> ApiError:
+    """``where``: the path of the very item."""
+    return invalid(f"{where}: {kind} is not supported: this model reads text only", where)
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
-from server.generate import Options
-from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid
-from server.protocols.chat_events import ChatWriter, LogprobFormat
-from server.protocols.chat_legacy import LegacyWriter, modern
-from server.protocols.demands import AnswerFormat, Grammar, ToolChoice, custom_tool, demand
+from server.answers import Options
+from server.logprobs import LogprobFormat
+from server.protocols.base import MOST_CHOICES, Inbound, Items, StopStrings, Wire, WireProtocol, invalid, no_media
+from server.protocols.chat_events import ChatWriter
+from server.protocols.chat_legacy import LegacyWriter
+from server.protocols.demands import AnswerFormat, ChosenTool, Grammar, Named, ToolChoice, custom_tool, demand
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {
@@ -24,6 +24,7 @@ _ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
 _MAX_BIASES = 1024
 _TOKEN_ID = re.compile("[0-9]{1,10}", re.ASCII)
@@ -37,13 +38,14 @@ def _parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _strings(value: object) -> object:
+def strings(value: object) -> object:
+    """A string is short for a list of one."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else value
 
 
-def _few(value: object) -> object:
+def few(value: object) -> object:
     """Counted before it is looked at: of a mapping, every wrong entry would be reported."""
     if isinstance(value, dict) and len(value) > _MAX_BIASES:
         raise ValueError(f"at most {_MAX_BIASES} tokens may have a bias")
@@ -98,12 +100,13 @@ class _CustomCall(Wire):
 
 
 class _Message(Wire):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Items[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Items[_Call | _CustomCall] | None = None
     tool_call_id: str | None = None
+    function_call: _Function | None = None
 
 
 class _FunctionTool(Wire):
@@ -112,6 +115,11 @@ class _FunctionTool(Wire):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def tool(self) -> Tool:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return Tool(self.name, self.description or "", parameters, strict=bool(self.strict))
+
 
 class _Tool(Wire):
     type: Literal["function"]
@@ -119,9 +127,7 @@ class _Tool(Wire):
 
     @property
     def tool(self) -> Tool:
-        function = self.function
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        return Tool(function.name, function.description or "", parameters, strict=bool(function.strict))
+        return self.function.tool
 
 
 class _PlainText(Wire):
@@ -150,7 +156,7 @@ class _CustomTool(Wire):
         return custom_tool(custom.name, custom.description, grammar)
 
 
-class _StreamOptions(Wire):
+class StreamOptions(Wire):
     include_usage: bool = False
 
 
@@ -182,12 +188,14 @@ class ChatRequest(Wire):
     tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[Items[_FunctionTool], Field(min_length=1)] | None = None
+    function_call: Literal["auto", "none"] | Named | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = None
-    stop: Annotated[StopStrings, BeforeValidator(_strings)] = Field(default_factory=list)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    stop: Annotated[StopStrings, BeforeValidator(strings)] = Field(default_factory=list)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
@@ -196,7 +204,7 @@ class ChatRequest(Wire):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     seed: int | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(few)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: _ResponseFormat | None = None
@@ -210,9 +218,7 @@ def reader(logprobs: LogprobFormat) -> WireProtocol:
     """The protocol; ``logprobs`` writes sampled tokens as text, which takes a tokenizer."""
 
     def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
-        body, legacy = modern(body)
-        inbound = _read(body, headers, namespace, logprobs)
-        return replace(inbound, writer=LegacyWriter(inbound.writer)) if legacy else inbound
+        return _read(body, headers, namespace, logprobs)
 
     return WireProtocol("openai", read)
 
@@ -221,7 +227,14 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
     request = ChatRequest.model_validate(body)
     _refuse(request, body)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tools = tuple(tool.tool for tool in request.tools or ())
+    legacy = request.functions is not None
+    tools = tuple(tool.tool for tool in request.tools or request.functions or ())
+    writer = ChatWriter(
+        request.model,
+        n=request.n or 1,
+        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        logprobs=logprobs if request.logprobs else None,
+    )
     return Inbound(
         Conversation(_turns(request.messages), tools),
         Options(
@@ -229,8 +242,8 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
             thinking=_thinks(request),
             effort=request.reasoning_effort,
             demand=demand(
-                request.tool_choice,
-                request.parallel_tool_calls is not False,
+                _choice(request),
+                request.parallel_tool_calls is not False and not legacy,
                 request.response_format.answer if request.response_format is not None else None,
                 {tool.name for tool in tools},
                 "response_format",
@@ -245,7 +258,8 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
             repetition_penalty=request.repetition_penalty,
             seed=request.seed,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            logit_bias=_biases(request.logit_bias or {}),
+            logit_bias=biases(request.logit_bias or {}),
+            n=request.n or 1,
         ),
         RequestMeta(
             protocol="chat",
@@ -256,12 +270,14 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
             max_tokens=max_tokens or 0,
         ),
         bool(request.stream),
-        ChatWriter(
-            request.model,
-            include_usage=request.stream_options is not None and request.stream_options.include_usage,
-            logprobs=logprobs if request.logprobs else None,
-        ),
+        LegacyWriter(writer) if legacy else writer,
     )
+
+
+def _choice(request: ChatRequest) -> ToolChoice | None:
+    if isinstance(request.function_call, Named):
+        return ChosenTool(type="function", name=request.function_call.name)
+    return request.function_call or request.tool_choice
 
 
 def _thinks(request: ChatRequest) -> bool:
@@ -271,8 +287,10 @@ def _thinks(request: ChatRequest) -> bool:
 
 def _refuse(request: ChatRequest, body: object) -> None:
     """What would change the answer and cannot be honoured is refused, not ignored."""
-    if request.n not in (None, 1):
-        raise invalid("n: only 1 is supported", "n")
+    if request.functions is None and request.function_call is not None:
+        raise invalid("function_call needs functions", "function_call")
+    if request.functions is not None and (request.tools is not None or request.tool_choice is not None):
+        raise invalid("functions are what tools were called before: send one of the two", "functions")
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     for name in _NOT_YET:
@@ -280,9 +298,10 @@ def _refuse(request: ChatRequest, body: object) -> None:
             raise invalid(f"{name} is not supported", name)
 
 
-def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+def biases(asked: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Raises ApiError."""
     out = []
-    for token, bias in biases.items():
+    for token, bias in asked.items():
         if not _TOKEN_ID.fullmatch(token) or not -100 <= bias <= 100:
             raise invalid("logit_bias maps token ids to numbers between -100 and 100", "logit_bias")
         out.append((int(token), bias))
@@ -292,24 +311,34 @@ def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
     if not messages:
         raise invalid("messages: at least one message is required", "messages")
-    return tuple(Turn(_ROLES[message.role], _blocks(message, f"messages.{at}")) for at, message in enumerate(messages))
+    turns = []
+    called = ""
+    for at, message in enumerate(messages):
+        if message.role == "assistant" and message.function_call is not None:
+            called = f"call_{at}"
+        turns.append(Turn(_ROLES[message.role], _blocks(message, f"messages.{at}", called)))
+    return tuple(turns)
 
 
-def _blocks(message: _Message, where: str) -> tuple[Block, ...]:
-    texts = tuple(_text(part, where) for part in message.content)
-    if message.role == "tool":
-        if not message.tool_call_id:
-            raise invalid(f"{where}: tool messages need a tool_call_id", where)
-        return (ToolOutput(message.tool_call_id, "\n".join(texts)),)
+def _blocks(message: _Message, where: str, called: str) -> tuple[Block, ...]:
+    """``called``: the id of the latest function call, which has none of its own."""
+    texts = tuple(_text(part, f"{where}.content.{at}") for at, part in enumerate(message.content))
+    if message.role in ("tool", "function"):
+        answered = message.tool_call_id if message.role == "tool" else called
+        if not answered:
+            lacks = "need a tool_call_id" if message.role == "tool" else "follow the call that they answer"
+            raise invalid(f"{where}: {message.role} messages {lacks}", where)
+        return (ToolOutput(answered, "\n".join(texts)),)
     if message.role != "assistant":
-        if message.tool_calls:
-            raise invalid(f"{where}: only assistant messages have tool_calls", where)
+        if message.tool_calls or message.function_call:
+            raise invalid(f"{where}: only assistant messages have calls", where)
         return tuple(Text(text) for text in texts)
     thinking = message.reasoning_content or message.reasoning
     return (
         *((Thinking(thinking),) if thinking else ()),
         *(Text(text) for text in texts if text),
         *(call.block for call in message.tool_calls or ()),
+        *((_Call(id=called, function=message.function_call).block,) if message.function_call else ()),
     )
 
 
@@ -319,4 +348,4 @@ def _text(part: _Part, where: str) -> str:
             return part.text
         case _RefusalPart():
             return part.refusal
-    raise invalid(f"{where}: {part.type} content is not supported: this model reads text only", where)
+    raise no_media(part.type, where)

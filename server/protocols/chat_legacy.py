@@ -4,48 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from server.answers import GenerationEvent, Usage
 from server.errors import ApiError
-from server.generate import GenerationEvent, Usage
-from server.protocols.base import Sse, Writer, invalid
-
-
-def modern(body: object) -> tuple[object, bool]:
-    """The request with tools in place of functions, and whether it had functions. What is malformed stays as it is, for
-    the reader to complain of. Raises ApiError."""
-    if not isinstance(body, dict):
-        return body, False
-    functions, choice = body.get("functions"), body.get("function_call")
-    messages = body.get("messages")
-    out = {name: value for name, value in body.items() if name not in ("functions", "function_call")}
-    if isinstance(messages, list):
-        out["messages"] = _messages(messages)
-    if functions is None and choice is None:
-        return out, False
-    if body.get("tools") is not None or body.get("tool_choice") is not None:
-        raise invalid("functions are what tools were called before: send one of the two", "functions")
-    if not isinstance(functions, list) or not functions:
-        raise invalid("functions: at least one function is required", "functions")
-    out |= {"tools": [{"type": "function", "function": one} for one in functions], "parallel_tool_calls": False}
-    if choice is not None:
-        out["tool_choice"] = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
-    return out, True
-
-
-def _messages(messages: list[Any]) -> list[Any]:
-    """Calls get an id each, which the next output names."""
-    out: list[Any] = []
-    latest = ""
-    for at, message in enumerate(messages):
-        call = message.get("function_call") if isinstance(message, dict) else None
-        if call is not None and message.get("role") == "assistant":
-            latest = f"call_{at}"
-            message = {**message, "tool_calls": [{"id": latest, "type": "function", "function": call}]}
-        elif isinstance(message, dict) and message.get("role") == "function":
-            if not latest:
-                raise invalid(f"messages.{at}: a function's message follows the call that it answers", f"messages.{at}")
-            message = {**message, "role": "tool", "tool_call_id": latest}
-        out.append(message)
-    return out
+from server.protocols.base import Sse, Writer
 
 
 class LegacyWriter:

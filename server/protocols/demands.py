@@ -12,7 +12,7 @@ from parsers.grammar import Calls, Demand
 from server.protocols.base import Items, Wire, invalid
 
 
-class _Named(Wire):
+class Named(Wire):
     name: str
 
 
@@ -21,8 +21,8 @@ class ChosenTool(Wire):
 
     type: Literal["function", "custom"]
     name: str = ""
-    function: _Named | None = None
-    custom: _Named | None = None
+    function: Named | None = None
+    custom: Named | None = None
 
     @property
     def called(self) -> str:

@@ -9,15 +9,19 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
+from server.answers import Options
 from server.errors import ApiError
-from server.generate import Options
-from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid
+from server.logprobs import LogprobFormat
+from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
 from server.protocols.demands import AnswerFormat, ToolChoice, demand
 from server.protocols.responses_events import ResponsesWriter
 from server.protocols.responses_tools import ToolItem, ToolNames, read_tools
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_LOGPROBS = "message.output_text.logprobs"
+"""What a request includes that wants logprobs."""
 
 
 def _input(value: object) -> object:
@@ -123,7 +127,8 @@ class ResponsesRequest(Wire):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: Items[str] | None = None
     reasoning: _ReasoningConfig | None = None
     text: _TextConfig | None = None
     previous_response_id: str | None = None
@@ -148,11 +153,12 @@ class History(Protocol):
         ...
 
 
-def reader(history: History) -> WireProtocol:
-    """The protocol; ``history`` has the responses that ``previous_response_id`` may name."""
+def reader(history: History, logprobs: LogprobFormat) -> WireProtocol:
+    """The protocol; ``history`` has the responses that ``previous_response_id`` may name, ``logprobs`` writes sampled
+    tokens as text."""
 
     def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
-        return _read(_continued(body, history, namespace), headers, namespace, history)
+        return _read(_continued(body, history, namespace), headers, namespace, history, logprobs)
 
     return WireProtocol("openai", read)
 
@@ -170,7 +176,9 @@ def _continued(body: object, history: History, namespace: str) -> object:
     return {**body, "input": [*before, *new]} if isinstance(new, list) else body
 
 
-def _read(body: object, headers: Mapping[str, str], namespace: str, history: History) -> Inbound:
+def _read(
+    body: object, headers: Mapping[str, str], namespace: str, history: History, logprobs: LogprobFormat
+) -> Inbound:
     request = ResponsesRequest.model_validate(body)
     items = _input(body.get("input")) if isinstance(body, dict) else []
 
@@ -197,6 +205,7 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, history: His
             ),
             temperature=request.temperature,
             top_p=request.top_p,
+            logprobs=(request.top_logprobs or 0) if _wants_logprobs(request) else None,
         ),
         RequestMeta(
             protocol="responses",
@@ -208,7 +217,7 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, history: His
             json_schema=_wants_json(request.text),
         ),
         bool(request.stream),
-        ResponsesWriter(_echo(request, body), names, keep),
+        ResponsesWriter(_echo(request, body), names, keep, logprobs),
         answered=request.generate is not False,
     )
 
@@ -219,8 +228,10 @@ def _refuse(request: ResponsesRequest) -> None:
         raise invalid("conversation: conversations are not stored; send the whole input", "conversation")
     if request.background:
         raise invalid("background: only foreground responses are supported", "background")
-    if request.top_logprobs:
-        raise invalid("top_logprobs is not supported here; Chat Completions has it", "top_logprobs")
+
+
+def _wants_logprobs(request: ResponsesRequest) -> bool:
+    return bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
 
 
 def _wants_json(text: _TextConfig | None) -> bool:
@@ -244,6 +255,7 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
         "text": raw.get("text") or {"format": {"type": "text"}},
         "tool_choice": raw.get("tool_choice") or "auto",
         "tools": raw.get("tools") or [],
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": "disabled",
     }
@@ -270,7 +282,7 @@ def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
 def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:
     match item:
         case _Message():
-            texts = _texts(item.content, where)
+            texts = _texts(item.content, f"{where}.content")
             return _ROLES[item.role], tuple(Text(text) for text in texts if text or item.role != "assistant")
         case _Reasoning():
             text = "".join(piece.text for piece in item.content or item.summary)
@@ -282,19 +294,19 @@ def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:
             name = ToolNames.join(item.namespace, item.name)
             return "assistant", (ToolCall(item.call_id, name, item.input, freeform=True),)
         case _Output():
-            return "tool", (ToolOutput(item.call_id, "\n".join(_texts(item.output, where))),)
+            return "tool", (ToolOutput(item.call_id, "\n".join(_texts(item.output, f"{where}.output"))),)
 
 
 def _texts(parts: list[_Part], where: str) -> list[str]:
     out = []
-    for part in parts:
+    for at, part in enumerate(parts):
         match part:
             case _TextPart():
                 out.append(part.text)
             case _RefusalPart():
                 out.append(part.refusal)
             case _MediaPart():
-                raise invalid(f"{where}: {part.type} is not supported: this model reads text only", where)
+                raise no_media(part.type, f"{where}.{at}")
     return out
 
 
@@ -308,5 +320,5 @@ class _Nothing:
         pass
 
 
-read = reader(_Nothing()).read
-"""For requests that bring all their input."""
+read = reader(_Nothing(), lambda _: []).read
+"""For requests that bring all their input, and want no logprobs."""

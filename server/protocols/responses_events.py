@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+from server.answers import Finished, GenerationEvent, Progress, Usage
 from server.blocks import BlockDelta, BlockEnd, BlockStart
 from server.errors import ApiError
-from server.generate import Finished, GenerationEvent, Progress, Usage
+from server.logprobs import LogprobFormat
 from server.protocols.base import Sse
 from server.protocols.responses_tools import ToolNames
 
@@ -19,9 +20,9 @@ _FAILURE_CODES = {"context": "context_length_exceeded", "busy": "rate_limit_exce
 
 class ResponsesWriter:
     """``echo``: what the response object repeats of its request. ``keep`` gets the finished response and its session
-    before anybody is told."""
+    before anybody is told. ``logprobs`` writes those that come with text."""
 
-    def __init__(self, echo: Mapping[str, Any], names: ToolNames, keep: Keep) -> None:
+    def __init__(self, echo: Mapping[str, Any], names: ToolNames, keep: Keep, logprobs: LogprobFormat) -> None:
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -37,6 +38,9 @@ class ResponsesWriter:
         }
         self._names = names
         self._keep = keep
+        self._format = logprobs
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the open item."""
         self._output: list[dict[str, Any]] = []
         self._item_id = ""
         """Id of the open item; the answer's items are its blocks, one each."""
@@ -80,20 +84,22 @@ class ResponsesWriter:
     def _start(self, start: BlockStart) -> list[Sse]:
         prefix = {"text": "msg", "thinking": "rs", "tool_call": "ctc" if start.freeform else "fc"}[start.kind]
         self._item_id = f"{prefix}_{uuid4().hex}"
+        self._logprobs = []
         empty = BlockEnd(start.index, start.kind, "", start.id, start.name, start.freeform)
         item = {**self._item(empty, "in_progress"), **({"content": []} if start.kind != "tool_call" else {})}
         out = [self._event("response.output_item.added", output_index=start.index, item=item)]
         if start.kind != "tool_call":
-            part = _part(empty)
+            part = self._part(empty)
             out.append(self._in_item("response.content_part.added", start.index, content_index=0, part=part))
         return out
 
     def _delta(self, delta: BlockDelta) -> Sse:
         match delta.kind:
             case "text":
-                return self._in_item(
-                    "response.output_text.delta", delta.index, content_index=0, delta=delta.text, logprobs=[]
-                )
+                logprobs = self._format(delta.logprobs) if delta.logprobs else []
+                self._logprobs.extend(logprobs)
+                whole = {"content_index": 0, "delta": delta.text, "logprobs": logprobs}
+                return self._in_item("response.output_text.delta", delta.index, **whole)
             case "thinking":
                 return self._in_item("response.reasoning_text.delta", delta.index, content_index=0, delta=delta.text)
             case "tool_call":
@@ -107,7 +113,7 @@ class ResponsesWriter:
         index = end.index
         match end.kind:
             case "text":
-                whole = {"content_index": 0, "text": end.text, "logprobs": []}
+                whole = {"content_index": 0, "text": end.text, "logprobs": self._logprobs}
                 out = [self._in_item("response.output_text.done", index, **whole)]
             case "thinking":
                 out = [self._in_item("response.reasoning_text.done", index, content_index=0, text=end.text)]
@@ -117,20 +123,20 @@ class ResponsesWriter:
                 whole = {"name": item["name"], "arguments": end.text}
                 out = [self._in_item("response.function_call_arguments.done", index, **whole)]
         if end.kind != "tool_call":
-            out.append(self._in_item("response.content_part.done", index, content_index=0, part=_part(end)))
+            out.append(self._in_item("response.content_part.done", index, content_index=0, part=self._part(end)))
         return [*out, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item(self, end: BlockEnd, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id, "status": status}
         match end.kind:
             case "text":
-                return {**item, "type": "message", "role": "assistant", "content": [_part(end)]}
+                return {**item, "type": "message", "role": "assistant", "content": [self._part(end)]}
             case "thinking":
                 return {
                     **item,
                     "type": "reasoning",
                     "summary": [],
-                    "content": [_part(end)],
+                    "content": [self._part(end)],
                     "encrypted_content": end.id,
                 }
             case "tool_call":
@@ -139,6 +145,11 @@ class ResponsesWriter:
                 if end.freeform:
                     return {**item, "type": "custom_tool_call", "input": end.text}
                 return {**item, "type": "function_call", "arguments": end.text}
+
+    def _part(self, end: BlockEnd) -> dict[str, Any]:
+        if end.kind == "thinking":
+            return {"type": "reasoning_text", "text": end.text}
+        return {"type": "output_text", "text": end.text, "annotations": [], "logprobs": self._logprobs}
 
     def _finish(self, finished: Finished) -> Sse:
         cut = finished.reason == "length"
@@ -151,12 +162,6 @@ class ResponsesWriter:
         }
         self._keep(self._response, finished.session)
         return self._lifecycle("response.incomplete" if cut else "response.completed")
-
-
-def _part(end: BlockEnd) -> dict[str, Any]:
-    if end.kind == "thinking":
-        return {"type": "reasoning_text", "text": end.text}
-    return {"type": "output_text", "text": end.text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

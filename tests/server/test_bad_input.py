@@ -9,19 +9,23 @@ from pydantic import ValidationError
 
 from parsers.conversation import ToolOutput
 from parsers.load import Family
-from server.protocols import anthropic, chat, responses
+from server.protocols import anthropic, chat, completions, responses
 from tests.server.support import serving
 
 pytestmark = pytest.mark.anyio
 
 MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
+RAW = "/v1/completions"
 USER: Any = {"role": "user", "content": "Hi"}
 GOOD: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": "local-moe", "max_tokens": 9, "messages": [USER]},
     RESPONSES: {"model": "local-moe", "input": "Hi"},
     CHAT: {"model": "local-moe", "messages": [USER]},
+    RAW: {"model": "local-moe", "prompt": "Hi"},
 }
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+PICTURE, TEXT = {"type": "image", "source": IMAGE}, {"type": "text", "text": "x"}
+MEDIA = "messages.0.content.0.content.0: Input tag 'video'"
 
 
 def messages(*contents: Any, role: str = "user") -> dict[str, Any]:
@@ -41,13 +45,18 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "So"}]}, "must end with a user message"),
     (MESSAGES, messages({"type": "poem", "text": "x"}), "poem"),
     (MESSAGES, messages({"type": "text", "text": 3}), "text"),
-    (MESSAGES, messages({"type": "image", "source": IMAGE}), "image blocks are not supported"),
+    (MESSAGES, messages({"type": "image", "source": IMAGE}), "messages.0.content.0: image is not supported"),
+    (MESSAGES, {"system": [{"type": "document", "source": IMAGE}]}, "system.0: document is not supported"),
+    (MESSAGES, messages({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video"}]}), MEDIA),
+    (MESSAGES, messages({"type": "search_result", "content": []}), "messages.0.content.0: Input tag 'search_result'"),
     (MESSAGES, messages({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "not allowed in user"),
     (MESSAGES, messages({"type": "tool_result", "tool_use_id": ""}), "tool_use_id"),
     (
         MESSAGES,
-        messages({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": IMAGE}]}),
-        "image blocks are not supported",
+        messages(
+            {"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "a", "content": [TEXT, PICTURE]}
+        ),
+        "messages.0.content.1.content.1: image is not supported",
     ),
     (MESSAGES, {"system": 3}, "system"),
     (MESSAGES, {"tools": [{"name": "x"}]}, "input_schema"),
@@ -69,7 +78,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         RESPONSES,
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-        "input_image is not supported",
+        "input.0.content.0: input_image is not supported",
     ),
     (RESPONSES, {"tools": [{"type": "local_shell"}]}, "local_shell"),
     (RESPONSES, {"tools": [{"type": "function", "name": "a"}] * 2}, "unique"),
@@ -89,17 +98,28 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "at least one message"),
     (CHAT, {"messages": [{"role": "robot", "content": "Hi"}]}, "role"),
     (CHAT, {"messages": [{"role": "tool", "content": "Hi"}]}, "tool_call_id"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not supported"),
-    (CHAT, {"n": 2}, "n: only 1"),
+    (
+        CHAT,
+        {"messages": [USER, {"role": "tool", "tool_call_id": "a", "content": [TEXT, {"type": "image_url"}]}]},
+        "messages.1.content.1: image_url is not supported",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}]},
+        "input.0.output.0: input_file is not supported",
+    ),
+    (RESPONSES, {"top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"n": 17}, "less than or equal to 16"),
+    (CHAT, {"n": 0}, "greater than or equal to 1"),
     (CHAT, {"response_format": {"type": "json"}}, "response_format.type"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format: json_schema needs a schema"),
     (CHAT, {"tool_choice": "required"}, "there are no tools"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "there is no tool 'f'"),
     (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "no tools"),
-    (CHAT, {"functions": []}, "at least one function"),
-    (CHAT, {"function_call": "auto"}, "at least one function"),
+    (CHAT, {"functions": []}, "functions: List should have at least 1 item"),
+    (CHAT, {"function_call": "auto"}, "function_call needs functions"),
     (CHAT, {"functions": [{"name": "x"}], "tools": []}, "send one of the two"),
-    (CHAT, {"messages": [{"role": "function", "name": "x", "content": "1"}]}, "follows the call"),
+    (CHAT, {"messages": [{"role": "function", "name": "x", "content": "1"}]}, "follow the call"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {"logit_bias": {"99999999": 1}}, "not a token id"),
     (CHAT, {"logit_bias": {"9" * 5000: 1}}, "maps token ids"),
@@ -111,6 +131,24 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"top_logprobs": 2}, "needs logprobs"),
     (CHAT, {"stop": [3]}, "stop"),
     (CHAT, {"temperature": "hot"}, "temperature"),
+    # Completions
+    (RAW, {"prompt": None}, "prompt: a text, token ids"),
+    (RAW, {"prompt": []}, "prompt: a text, token ids"),
+    (RAW, {"prompt": ""}, "one token at least"),
+    (RAW, {"prompt": ["Hi", ""]}, "one token at least"),
+    (RAW, {"prompt": [[1, 2], []]}, "one token at least"),
+    (RAW, {"prompt": [1, "x"]}, "a text or a list of token ids"),
+    (RAW, {"prompt": [True]}, "a text or a list of token ids"),
+    (RAW, {"prompt": [1, 1 << 70]}, "is not a token id"),
+    (RAW, {"prompt": [-1]}, "-1 is not a token id"),
+    (RAW, {"prompt": ["x"] * 17}, "at most 16 prompts"),
+    (RAW, {"prompt": ["x"] * 4, "n": 5}, "n: at most 16 answers"),
+    (RAW, {"suffix": "x"}, "suffix: no text is filled in"),
+    (RAW, {"best_of": 2}, "best_of"),
+    (RAW, {"echo": True, "logprobs": 0}, "echo: a prompt's own logprobs"),
+    (RAW, {"max_tokens": 0}, "max_tokens"),
+    (RAW, {"logprobs": 21}, "logprobs"),
+    (RAW, {"logit_bias": {"99999999": 1}}, "not a token id"),
 ]
 
 
@@ -210,11 +248,13 @@ async def test_what_clients_add_is_ignored(family: Family, path: str) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [0] * 1000}]}),
         (CHAT, {"stop": [0] * 1000}),
         (CHAT, {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
+        (RAW, {"prompt": [1] + ["x"] * 1000}),
     ],
 )
 def test_reading_stops_at_the_first_fault(path: str, change: dict[str, Any]) -> None:
     """Each fault that is reported takes a thousand times the memory of what caused it."""
-    reader = {MESSAGES: anthropic.read, RESPONSES: responses.read, CHAT: chat.reader(lambda _: []).read}[path]
+    chats, raw = chat.reader(lambda _: []), completions.reader(lambda _: b"")
+    reader = {MESSAGES: anthropic.read, RESPONSES: responses.read, CHAT: chats.read, RAW: raw.read}[path]
     with pytest.raises(ValidationError) as caught:
         reader({**GOOD[path], **change}, {}, "")
     assert caught.value.error_count() <= 2

@@ -18,8 +18,8 @@ from parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from server.answers import Finished, Usage
 from server.blocks import Assembler, BlockDelta, BlockEnd, BlockEvent, BlockStart, freeform_input
-from server.generate import Finished, Usage
 from server.protocols.anthropic_events import AnthropicWriter
 from server.stops import StopMatcher
 
@@ -131,13 +131,38 @@ def test_free_form_input_is_unwrapped_at_its_end() -> None:
     assert freeform_input("raw") == "raw"
 
 
+WORDS = ["<think>", "hm", "</think>", "\n\n", "a", "\xc3", "\xa9", "<", "b STOP", " c"]
+
+
+def entry(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0)
+
+
+def spelled(out: list[BlockEvent]) -> list[tuple[str, list[int]]]:
+    return [(event.text, [one.token for one in event.logprobs]) for event in out if isinstance(event, BlockDelta)]
+
+
 def test_logprobs_go_with_the_text_their_tokens_became() -> None:
-    machine = assembler()
-    one, two, three, four = (TokenLogprob(token, -1.0) for token in range(4))
-    machine.feed([ThinkingDelta("hm")], one)
-    assert machine.feed([], two) == []
-    out = machine.feed([TextDelta("é")], three) + machine.feed([TextDelta("!")], four)
-    assert [event.logprobs for event in out if isinstance(event, BlockDelta)] == [(three,), (four,)]
+    """Not those of thinking, of what the format swallows, or of what a stop string cuts off."""
+    machine = assembler(token_size=lambda token: len(WORDS[token].encode("latin-1")), stops=["STOP"])
+    out = machine.feed([ThinkingDelta("hm")], entry(1)) + machine.feed([], entry(2)) + machine.feed([], entry(3))
+    assert spelled(out) == [("hm", [])]
+    out = (
+        machine.feed([TextDelta("a")], entry(4)) + machine.feed([], entry(5)) + machine.feed([TextDelta("é")], entry(6))
+    )
+    assert spelled(out) == [("a", [4]), ("é", [5, 6])]
+    out = machine.feed([], entry(7)) + machine.feed([TextDelta("<b STOP")], entry(8))
+    assert spelled(out) == [("<b ", [7, 8])]
+    assert machine.stopped == "stop_sequence"
+
+
+def test_logprobs_of_what_is_held_back_for_a_stop_string_come_with_it() -> None:
+    machine = assembler(token_size=lambda token: 1, stops=["xyz"])
+    out = machine.feed([TextDelta("x")], entry(1)) + machine.feed([TextDelta("y")], entry(2))
+    assert out == []
+    assert spelled(machine.feed([TextDelta("a")], entry(3))) == [("xya", [1, 2, 3])]
+    machine.feed([TextDelta("x")], entry(4))
+    assert spelled(machine.feed([ToolCallStart(0, "ls"), ToolArgsDelta(0, "{}")], entry(5))) == [("x", [4]), ("{}", [])]
 
 
 def test_arguments_of_calls_outside_a_stream() -> None:

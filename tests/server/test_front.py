@@ -17,7 +17,7 @@ import pytest
 
 from parsers.load import Family
 from server.front import MAX_HEAD_BYTES, Http, Patience
-from server.generate import Generation
+from server.generation import Generation
 from server.sse import EventStream
 from tests.server.support import Answer, Server, serving
 from tests.server.test_bad_input import check_shape

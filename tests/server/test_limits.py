@@ -122,10 +122,42 @@ async def test_a_place_given_to_one_who_just_left_goes_on() -> None:
         await waiting[0]
 
 
+async def test_several_places_are_given_together_and_in_order() -> None:
+    limits = Limits(3, 9, 60.0)
+    order: list[str] = []
+
+    async def take(name: str, places: int) -> Any:
+        leave = await limits.enter("k", places)
+        order.append(name)
+        return leave
+
+    first, second = await take("first", 2), await take("second", 1)
+    wide, narrow = asyncio.create_task(take("wide", 3)), asyncio.create_task(take("narrow", 1))
+    await asyncio.sleep(0)
+    second()
+    await asyncio.sleep(0)
+    assert order == ["first", "second"]
+    first()
+    (await wide)()
+    (await narrow)()
+    assert order == ["first", "second", "wide", "narrow"]
+    assert limits.stats()["k"]["running"] == 0
+
+
+async def test_who_gives_up_waiting_lets_the_next_one_through() -> None:
+    limits = Limits(2, 9, 60.0)
+    await limits.enter("k")
+    wide, narrow = asyncio.create_task(limits.enter("k", 2)), asyncio.create_task(limits.enter("k"))
+    await asyncio.sleep(0)
+    wide.cancel()
+    await asyncio.wait_for(narrow, 5)
+    assert limits.stats()["k"] == {"requests": 3, "refused": 0, "running": 2, "waiting": 0}
+
+
 async def test_a_full_queue_is_refused_at_once() -> None:
     limits = Limits(1, 0, 60.0)
     await limits.enter("k")
-    with pytest.raises(ApiError, match="1 requests of this API key are running"):
+    with pytest.raises(ApiError, match="1 answers to this API key are running"):
         await limits.enter("k")
 
 

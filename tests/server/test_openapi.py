@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import hypothesis
+import jsonschema_rs
 import pytest
 import schemathesis
 from schemathesis.checks import not_a_server_error
@@ -24,6 +25,7 @@ from parsers.load import Family
 from server.app import create_app
 from server.openapi import document
 from tests.server.support import Server, serving
+from tests.server.test_websocket import talking
 
 EXAMPLES, MANY = 10, 1000
 ANSWER = "Look.</think>\n\nYes.<|im_end|>"
@@ -126,6 +128,10 @@ def test_the_description_says_what_the_models_read() -> None:
     schemas = document()["components"]["schemas"]
     assert {"ChatRequest", "MessagesRequest", "Text", "chat.Message", "anthropic.Message"} <= schemas.keys()
     assert not [name for name in schemas if "_" in name.partition(".")[0].strip("s") and "__" in name]
+    assert {"functions", "function_call"} <= schemas["ChatRequest"]["properties"].keys()
+    assert "function" in schemas["chat.Message"]["properties"]["role"]["enum"]
+    assert "function_call" in schemas["chat.Message"]["properties"]
+    assert schemas["CompletionsRequest"]["properties"]["prompt"]["anyOf"][0] == {"type": "string"}
     assert schemas["anthropic.Message"]["properties"]["content"]["anyOf"][0] == {"type": "string"}
     assert schemas["MessagesRequest"]["properties"]["max_tokens"] == {"minimum": 1, "type": "integer"}
 
@@ -146,3 +152,23 @@ def test_every_reference_leads_somewhere() -> None:
     found = set(references(document()))
     assert found
     assert {name.removeprefix("#/components/schemas/") for name in found} <= schemas.keys()
+
+
+@pytest.mark.anyio
+async def test_the_frames_of_the_socket_are_as_described(family: Family) -> None:
+    described = document()["paths"]["/v1/responses"]["get"]["x-websocket"]
+    good = {"type": "response.create", "model": "local-moe", "input": "Hi"}
+    async with serving(family, ANSWER) as server, talking(server) as talk:
+        await talk.create(input="Hi")
+        frames = await talk.until_end()
+        await talk.create(input=3)
+        (wrong,) = await talk.until_end()
+    assert all(valid(described["client"], one) for one in (good, {**good, "generate": False}))
+    assert not valid(described["client"], {**good, "type": "response.cancel"})
+    assert all(valid(described["server"], frame) for frame in (*frames, wrong))
+    assert wrong["type"] == "error"
+    assert not valid({"$ref": "#/components/schemas/ErrorEvent"}, frames[0])
+
+
+def valid(schema: Any, value: Any) -> bool:
+    return jsonschema_rs.Draft202012Validator({**schema, "components": document()["components"]}).is_valid(value)

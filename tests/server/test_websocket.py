@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from engine.api import Request
 from parsers.load import Family
+from server.keys import ApiKey
 from tests.server.support import Answer, Server, serving
 from tests.server.test_responses import EXEC, THOUGHT, call
 
@@ -247,6 +248,31 @@ async def test_an_upgrade_is_checked_like_any_request(family: Family, caplog: py
         async with talking(server, authorization="Bearer secret") as talk:
             await talk.respond(input="Hi")
     assert "handshake" not in caplog.text
+
+
+@pytest.mark.parametrize("left", [(), ("other",), ({"name": "new", "secret": "secret"},)])
+async def test_a_key_that_is_no_longer_good_ends_the_socket(family: Family, left: Any) -> None:
+    """Not the answer that is being made, but whatever would come after it. Without any keys everybody may come in."""
+    async with serving(family, HELLO, api_keys=("secret", "other")) as server:
+        async with talking(server, authorization="Bearer secret") as talk:
+            await talk.respond(input="Hi")
+            server.state.keys.replace([ApiKey.model_validate(one) for one in left])
+            last = await talk.ask(input="Hi")
+            if not left:
+                assert last["type"] == "response.completed"
+                return
+            assert (last["type"], last["status"], last["error"]["code"]) == ("error", 401, "invalid_api_key")
+            with pytest.raises(ConnectionClosed):
+                await talk.socket.recv()
+            assert talk.socket.close_code == 1008
+        assert len(server.worker.requests) == 1
+
+
+async def test_a_key_that_is_needed_from_now_on_is_missed(family: Family) -> None:
+    async with serving(family, HELLO) as server, talking(server) as talk:
+        await talk.respond(input="Hi")
+        server.state.keys.replace([ApiKey(secret="secret")])
+        assert (await talk.ask(input="Hi"))["error"]["code"] == "invalid_api_key"
 
 
 async def test_a_response_of_another_socket_is_not_known(family: Family) -> None:
