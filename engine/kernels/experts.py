@@ -1,0 +1,328 @@
+"""Routed experts on the device: bring them from host memory, compute them from their blobs, reach the CPU for the rest.
+
+A pair is a row and one of its experts. One program computes one panel (``engine.experts.layout``) of one pair: 16
+columns of silu(gate x) * up x, or 32 of the hidden columns of down. It keeps the products of a tile of blocks apart and
+adds them up at the end, so what a pair gives does not depend on the other pairs. Programs of all pairs for one panel
+run side by side: pairs that share an expert share its read through the L2 cache.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.experts.layout import BLOCK, HALF, MOST_PARTS, Layout
+from engine.experts.residency import Decision
+
+FETCHERS = 64
+"""Programs that fetch: enough reads in flight for the link, few enough to leave the device to others."""
+CHUNK = 4096
+"""Words that one of them moves at a time."""
+GROUPS = {"bf16": 4, "int8": 8, "mxfp4": 16}
+"""Blocks in a tile: 8 KiB of weights, or a little more."""
+COPY = 1024
+
+_KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
+_WORDS_OF_A_ROW = {"bf16": 32, "int8": 8, "mxfp4": 4}
+
+
+class Mailbox(Protocol):
+    """Byte offsets, as ``engine.experts.executor.MailboxLayout``."""
+
+    @property
+    def ready(self) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def arrived(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def plan(self) -> int: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+
+
+@triton.jit
+def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, CHUNK)
+    source = pool.to(tl.pointer_type(tl.int32))
+    for number in range(tl.load(counts)):
+        to = tl.load(fetch + number * 3).to(tl.int64) * words
+        origin = tl.load(fetch + number * 3 + 1).to(tl.int64) * words
+        length = tl.load(part_bytes + tl.load(fetch + number * 3 + 2)) // 16 * 4
+        for start in range(program * CHUNK, length, programs * CHUNK):
+            at = start + lane
+            data = tl.load(source + (origin + at), mask=at < length, cache_modifier=".cg")
+            tl.store(slots + (to + at), data, mask=at < length)
+
+
+def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes: Tensor) -> None:
+    """Copy what ``decision.fetch`` lists from the pool (its address for the device; 16-byte aligned, as is ``stride``)
+    to ``slots`` uint8 [slots + 1, stride]."""
+    _fetch[(FETCHERS,)](
+        pool,
+        slots.view(torch.int32),
+        decision.fetch,
+        decision.counts,
+        part_bytes,
+        stride // 4,
+        CHUNK=CHUNK,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _times_bf16(words, x, groups, here, GROUPS: tl.constexpr):
+    """Products of a tile, rows 0-15 and rows 16-31 of its blocks: [GROUPS, 32 k, 16] each. ``words`` [GROUPS]: where
+    blocks begin; ``groups``: their k / 32."""
+    k, column = tl.arange(0, 32), tl.arange(0, 16)
+    at = k[:, None] * 16 + column[None, :]
+    data = tl.load(words[:, None, None] + at[None, :, :], mask=here[:, None, None], other=0)
+    factor = tl.load(x + (groups[:, None] * 32 + k[None, :]), mask=here[:, None], other=0.0)[:, :, None]
+    low = (data << 16).to(tl.float32, bitcast=True) * factor
+    high = (data & -65536).to(tl.float32, bitcast=True) * factor
+    return low, high
+
+
+@triton.jit
+def _times_int8(words, x, groups, here, GROUPS: tl.constexpr):
+    """Products of a tile, summed over the four k of a word: [GROUPS, 8, 32 rows]."""
+    octet, row = tl.arange(0, 8), tl.arange(0, 32)
+    at = octet[:, None] * 32 + row[None, :]
+    data = tl.load(words[:, None, None] + (16 + at)[None, :, :], mask=here[:, None, None], other=0) ^ -2139062144
+    scales = words.to(tl.pointer_type(tl.float16))
+    scale = tl.load(scales[:, None] + row[None, :], mask=here[:, None], other=0.0).to(tl.float32)
+    total = tl.zeros((GROUPS, 8, 32), tl.float32)
+    for byte in tl.static_range(4):
+        factor = tl.load(x + (groups[:, None] * 32 + octet[None, :] * 4 + byte), mask=here[:, None], other=0.0)
+        # 2^23 + code + 128 as a float, without a conversion
+        code = (((data >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        total += code * factor[:, :, None]
+    return total * scale[:, None, :]
+
+
+@triton.jit
+def _times_mxfp4(words, x, groups, here, GROUPS: tl.constexpr):
+    """Products of a tile, summed over the eight k of a word: [GROUPS, 4, 32 rows]."""
+    octet, row = tl.arange(0, 4), tl.arange(0, 32)
+    at = octet[:, None] * 32 + row[None, :]
+    data = tl.load(words[:, None, None] + (8 + at)[None, :, :], mask=here[:, None, None], other=0)
+    scales = words.to(tl.pointer_type(tl.uint8))
+    scale = tl.load(scales[:, None] + row[None, :], mask=here[:, None], other=0).to(tl.int32)
+    total = tl.zeros((GROUPS, 4, 32), tl.float32)
+    for nibble in tl.static_range(8):
+        factor = tl.load(x + (groups[:, None] * 32 + octet[None, :] * 8 + nibble), mask=here[:, None], other=0.0)
+        bits = data >> (8 * (nibble % 4) + 4 * (nibble // 4))
+        # The bits of e2m1 are a float of 2^-126 times the value: with activations times 2^63 no product is denormal.
+        value = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
+        total += value * (factor * 9223372036854775808.0)[:, :, None]
+    return (total * 9223372036854775808.0) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
+
+
+@triton.jit
+def _gate_up(
+    x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    pair, panel = tl.program_id(0), tl.program_id(1)
+    parts = tl.load(parts_in + pair)
+    part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
+    if part < parts:
+        first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
+        offset = tl.where(part == 0, o0, tl.where(part == 1, o1, tl.where(part == 2, o2, o3)))
+        groups = hidden // 32
+        blob = slots + tl.load(slot_in + pair).to(tl.int64) * stride_words + offset + (panel - first) * groups * WORDS
+        row_x = x + (pair // ranks).to(tl.int64) * hidden
+        group = tl.arange(0, GROUPS)
+        column = tl.arange(0, 16)
+        if KIND == 0:
+            gate, up = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
+            for start in range(0, groups, GROUPS):
+                here = start + group < groups
+                low, high = _times_bf16(blob + (start + group) * WORDS, row_x, start + group, here, GROUPS)
+                gate += low
+                up += high
+            gates, ups = tl.sum(tl.sum(gate, axis=0), axis=0), tl.sum(tl.sum(up, axis=0), axis=0)
+        else:
+            total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
+            for start in range(0, groups, GROUPS):
+                here = start + group < groups
+                where = blob + (start + group) * WORDS
+                if KIND == 1:
+                    total += _times_int8(where, row_x, start + group, here, GROUPS)
+                else:
+                    total += _times_mxfp4(where, row_x, start + group, here, GROUPS)
+            sums = tl.sum(tl.sum(total, axis=0), axis=0)
+            gates, ups = tl.split(tl.trans(tl.reshape(sums, (2, 16))))
+        tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
+
+
+@triton.jit
+def _down(
+    h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    pair, panel = tl.program_id(0), tl.program_id(1)
+    parts = tl.load(parts_in + pair)
+    if parts > 0:
+        blob = slots + tl.load(slot_in + pair).to(tl.int64) * stride_words
+        row_h = h + pair.to(tl.int64) * inner
+        last = tl.where(parts == 1, b1, tl.where(parts == 2, b2, tl.where(parts == 3, b3, b4)))
+        lane = tl.arange(0, GROUPS)
+        column = tl.arange(0, 16)
+        base = out + pair.to(tl.int64) * hidden + panel * 32
+        if KIND == 0:
+            lower, upper = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
+        else:
+            total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
+        for start in range(0, last, GROUPS):
+            group = start + lane
+            here = group < last
+            # Of each group: its part, where that begins and how wide it is; the down section follows gate and up.
+            first = tl.where(group < b1, 0, tl.where(group < b2, b1, tl.where(group < b3, b2, b3)))
+            end = tl.where(group < b1, b1, tl.where(group < b2, b2, tl.where(group < b3, b3, b4)))
+            offset = tl.where(group < b1, o0, tl.where(group < b2, o1, tl.where(group < b3, o2, o3)))
+            wide = end - first
+            block = 2 * wide * (hidden // 32) + panel * wide + group - first
+            where = blob + (offset + block * WORDS)
+            if KIND == 0:
+                low, high = _times_bf16(where, row_h, group, here, GROUPS)
+                lower += low
+                upper += high
+            elif KIND == 1:
+                total += _times_int8(where, row_h, group, here, GROUPS)
+            else:
+                total += _times_mxfp4(where, row_h, group, here, GROUPS)
+        if KIND == 0:
+            tl.store(base + column, tl.sum(tl.sum(lower, axis=0), axis=0))
+            tl.store(base + 16 + column, tl.sum(tl.sum(upper, axis=0), axis=0))
+        else:
+            tl.store(base + tl.arange(0, 32), tl.sum(tl.sum(total, axis=0), axis=0))
+
+
+def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:
+    """silu(gate x) * up x of each pair, for the columns of its first ``decision.gpu_parts`` parts; other columns are
+    left as they are. x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
+    kind = layout.format.name
+    bounds, offsets = _padded(layout)
+    _gate_up[(decision.slot.numel(), layout.inner // HALF)](
+        x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4, decision.slot.shape[1],
+        layout.hidden, layout.inner, *(bound // HALF for bound in bounds[:-1]), *offsets,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=GROUPS[kind], VECTOR=_WORDS_OF_A_ROW[kind],
+        num_warps=4,
+    )  # fmt: skip
+
+
+def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:
+    """down of what ``gate_up`` gave, over the same columns. h [rows, k, inner] -> out [rows, k, hidden]; pairs without
+    parts on the device are left as they are."""
+    kind = layout.format.name
+    bounds, offsets = _padded(layout)
+    _down[(decision.slot.numel(), layout.hidden // BLOCK)](
+        h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
+        layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=GROUPS[kind], VECTOR=_WORDS_OF_A_ROW[kind],
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _padded(layout: Layout) -> tuple[list[int], list[int]]:
+    """Bounds, and offsets in words where parts begin, as of four parts, the last ones empty."""
+    missing = MOST_PARTS - layout.parts
+    offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
+    return [*layout.bounds] + [layout.inner] * missing, offsets
+
+
+@triton.jit
+def _combine(out, weights, parts_in, counts, mailbox_y, y, ranks, hidden, WITH_CPU: tl.constexpr, COPY: tl.constexpr):
+    row, at = tl.program_id(1), tl.program_id(0) * COPY + tl.arange(0, COPY)
+    inside = at < hidden
+    total = tl.zeros((COPY,), tl.float32)
+    for rank in range(ranks):
+        pair = row * ranks + rank
+        here = inside & (at < tl.where(tl.load(parts_in + pair) > 0, hidden, 0))
+        part = tl.load(out + pair.to(tl.int64) * hidden + at, mask=here, other=0.0)
+        total += tl.where(here, tl.load(weights + pair) * part, 0.0)
+    if WITH_CPU:
+        source = mailbox_y.to(tl.pointer_type(tl.float32)) + row * hidden
+        there = inside & (at < tl.where(tl.load(counts + 1) > 0, hidden, 0))
+        total += tl.load(source + at, mask=there, other=0.0, volatile=True)
+    tl.store(y + row * hidden + at, total, mask=inside)
+
+
+def combine(
+    out: Tensor, weights: Tensor, decision: Decision, y: Tensor, mailbox: int = 0, layout: Mailbox | None = None
+) -> None:
+    """Sum over ranks in order of weights [rows, k] * out [rows, k, hidden], and what the CPU computed, if anything.
+    ``mailbox``: its address for the device; without ``layout`` there is no CPU. -> y [rows, hidden]."""
+    rows, ranks, hidden = out.shape
+    cpu_y = mailbox + layout.y if layout is not None else y
+    _combine[(triton.cdiv(hidden, COPY), rows)](
+        out,
+        weights,
+        decision.gpu_parts,
+        decision.counts,
+        cpu_y,
+        y,
+        ranks,
+        hidden,
+        WITH_CPU=layout is not None,
+        COPY=COPY,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["value"])
+def _publish(
+    x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
+    PAIRS: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(counts + 1) > 0:
+        at = program * COPY + tl.arange(0, COPY)
+        tl.store(to_x.to(tl.pointer_type(tl.float32)) + at, tl.load(x + at, mask=at < size), mask=at < size)
+        if program == 0:
+            pair, both = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
+            entries = tl.load(plan + both, mask=both < 2 * pairs)
+            tl.store(to_plan.to(tl.pointer_type(tl.int32)) + both, entries, mask=both < 2 * pairs)
+            rank_weights = tl.load(weights + pair, mask=pair < pairs)
+            tl.store(to_weights.to(tl.pointer_type(tl.float32)) + pair, rank_weights, mask=pair < pairs)
+        tl.debug_barrier()
+        # All that was copied is in host memory before the last program says so.
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+        if last:
+            tl.store(arrivals, 0)
+            tl.store(to_ready.to(tl.pointer_type(tl.int64)), value)
+    elif program == 0:
+        tl.store(to_done.to(tl.pointer_type(tl.int64)), 1)
+
+
+def publish(
+    x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox
+) -> None:
+    """Give the CPU its part: x [rows, hidden], plan and weights, then ``ready``; without work for it, ``done`` = 1.
+    ``arrivals`` int32 [1]: zero between calls."""
+    rows, pairs = x.shape[0], decision.slot.numel()
+    offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
+    _publish[(triton.cdiv(x.numel(), COPY),)](
+        x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
+        x.numel(), pairs, rows << 32 | (layer + 1), PAIRS=triton.next_power_of_2(pairs), COPY=COPY, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _arrive(to_arrived):
+    tl.store(to_arrived.to(tl.pointer_type(tl.int64)), 1)
+
+
+def arrive(mailbox: int, layout: Mailbox) -> None:
+    """Tell the CPU that the device is done with its part of the layer."""
+    _arrive[(1,)](mailbox + layout.arrived, num_warps=1)
