@@ -19,7 +19,7 @@ struct Sums {
             _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w.v, 4), mask))};
   }
 
-  // Pairs of products fit 16 bits: 2 * 127 * 127.
+  // Pairs of products fit 16 bits: 2 * 127 * 128.
   void add_bytes(Bytes w, std::int32_t x) {
     const __m256i activations = _mm256_set1_epi32(x);
     add(_mm256_maddubs_epi16(_mm256_abs_epi8(activations), _mm256_sign_epi8(w.v, activations)));
@@ -42,7 +42,7 @@ struct Sums {
 
 namespace ft {
 const Dots& avx2_dots() {
-  static constexpr Dots table = make_dots("avx2");
+  static constexpr Dots table = make_dots();
   return table;
 }
 }  // namespace ft

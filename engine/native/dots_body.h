@@ -32,33 +32,35 @@ struct Mxfp4 {
   static constexpr std::int32_t offset = Sums::nibble_offset;
   using Prepared = Sums::Nibbles;
   static Prepared prepare(Words words) { return Sums::prepare_nibbles(words); }
-  static void add(Sums& sum, Prepared weights, const std::int32_t* x, int rows) {
-    sum.add_nibbles(weights, x[0], x[rows]);
+  static void add(Sums& sum, Prepared weights, const std::int32_t* x, int stride) {
+    sum.add_nibbles(weights, x[0], x[stride]);
   }
   static Vec scale(const char* block, int row) {  // half of it, as values are doubled
     return set1(0.5f) * widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);
   }
 };
 
-template <class Format, int kRows>
-void dot(const ft::Quantized& a, const void* panel, int64_t depth, float* c) {
+template <class Format, int kDigits, int kRows>
+void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
   constexpr int all = ft::kBlock / Vec::width;
-  constexpr int parts = kRows * all <= Vec::accumulators ? all : 1;
+  constexpr int fitting = Vec::accumulators / (kDigits * kRows);
+  constexpr int parts = fitting >= all ? all : fitting >= all / 2 && all > 1 ? all / 2 : 1;
+  constexpr int stride = kRows * kDigits;  // of one k
   const char* block = static_cast<const char*>(panel);
   const std::int32_t* quads = a.quads;
   for (int i = 0; i < kRows * ft::kPanel; ++i) c[i] = 0.0f;
-  for (int64_t k = 0; k < depth / ft::kBlock; ++k, block += Format::bytes, quads += ft::kBlock / 4 * kRows) {
+  for (int64_t k = 0; k < depth / ft::kBlock; ++k, block += Format::bytes, quads += ft::kBlock / 4 * stride) {
     const char* ahead = block + 4096 / Format::bytes * Format::bytes;
     for (int64_t i = 0; i < Format::bytes; i += 64) __builtin_prefetch(ahead + i);
     for (int lane = 0; lane < ft::kBlock; lane += parts * Vec::width) {
-      Sums sums[parts][kRows] = {};
+      Sums sums[parts][stride] = {};
       for (int word = 0; word < Format::words; ++word) {
         for (int part = 0; part < parts; ++part) {
           const int row_of_block = lane + part * Vec::width;
           const auto weights =
               Format::prepare(load_words(block + Format::codes + (word * ft::kBlock + row_of_block) * 4));
-          for (int row = 0; row < kRows; ++row) {
-            Format::add(sums[part][row], weights, quads + word * Format::quads * kRows + row, kRows);
+          for (int i = 0; i < stride; ++i) {
+            Format::add(sums[part][i], weights, quads + word * Format::quads * stride + i, stride);
           }
         }
       }
@@ -66,8 +68,12 @@ void dot(const ft::Quantized& a, const void* panel, int64_t depth, float* c) {
         const int column = lane + part * Vec::width;
         const Vec scale = Format::scale(block, column);
         for (int row = 0; row < kRows; ++row) {
+          Vec product = set1(0.0f);
+          for (int digit = kDigits - 1; digit >= 0; --digit) {
+            const Vec one = sums[part][row * kDigits + digit].less(Format::offset * a.sums[k * stride + row * kDigits + digit]);
+            product = digit == kDigits - 1 ? one : fma(product, set1(256.0f), one);
+          }
           float* out = c + row * ft::kPanel + column;
-          const Vec product = sums[part][row].less(Format::offset * a.sums[k * kRows + row]);
           store(out, fma(product, scale * set1(a.scales[k * kRows + row]), load(out)));
         }
       }
@@ -75,18 +81,54 @@ void dot(const ft::Quantized& a, const void* panel, int64_t depth, float* c) {
   }
 }
 
-template <class Format, int kRows>
-constexpr void fill_dots(ft::Dot (&dots)[ft::kMaxTileRows]) {
-  dots[kRows - 1] = dot<Format, kRows>;
-  if constexpr (kRows < Vec::tile_rows) fill_dots<Format, kRows + 1>(dots);
+void split(const float* x, int digits, std::int32_t* quads, float* scale, std::int32_t* sums) {
+  Vec largest = set1(0.0f), nothing = set1(0.0f);  // nothing becomes NaN where a value is not finite
+  for (int i = 0; i < ft::kBlock; i += Vec::width) {
+    const Vec value = load(x + i);
+    largest = max(largest, max(value, set1(0.0f) - value));
+    nothing = nothing + value * set1(0.0f);
+  }
+  float lanes[Vec::width], nothings[Vec::width], magnitude = 0.0f, bad = 0.0f;
+  store(lanes, largest), store(nothings, nothing);
+  for (int i = 0; i < Vec::width; ++i) magnitude = lanes[i] > magnitude ? lanes[i] : magnitude, bad += nothings[i];
+  const float range = digits == 1 ? 127.0f : 4194303.0f;
+  *scale = magnitude / range + bad;
+  // Adding 1.5 * 2^23 rounds to the nearest even integer, which is then the difference of the bits.
+  constexpr float magic = 12582912.0f;
+  constexpr std::int32_t magic_bits = 0x4b400000;
+  const Vec inverse = set1(magnitude > 0.0f ? range / magnitude : 0.0f);
+  float shifted[ft::kBlock];
+  std::int32_t integers[ft::kBlock];
+  for (int i = 0; i < ft::kBlock; i += Vec::width) store(shifted + i, fma(load(x + i), inverse, set1(magic)));
+  __builtin_memcpy(integers, shifted, sizeof integers);
+  for (std::int32_t& integer : integers) integer -= magic_bits;
+  for (int digit = 0; digit < digits; ++digit) {
+    std::int8_t bytes[ft::kBlock];
+    std::int32_t sum = 0;
+    for (int i = 0; i < ft::kBlock; ++i) {
+      bytes[i] = static_cast<std::int8_t>(integers[i]);
+      sum += bytes[i];
+      integers[i] = (integers[i] - bytes[i]) >> 8;
+    }
+    sums[digit] = sum;
+    for (int quad = 0; quad < ft::kBlock / 4; ++quad) __builtin_memcpy(quads + quad * digits + digit, bytes + 4 * quad, 4);
+  }
 }
 
-constexpr ft::Dots make_dots(const char* name) {
+template <class Format, int kDigits, int kRows>
+constexpr void fill_dots(ft::Dot (&dots)[ft::kMaxTileRows]) {
+  dots[kRows - 1] = dot<Format, kDigits, kRows>;
+  if constexpr (kRows < Vec::tile_rows) fill_dots<Format, kDigits, kRows + 1>(dots);
+}
+
+constexpr ft::Dots make_dots() {
   ft::Dots table{};
-  table.name = name;
   table.tile_rows = Vec::tile_rows;
-  fill_dots<Int8, 1>(table.int8);
-  fill_dots<Mxfp4, 1>(table.mxfp4);
+  fill_dots<Int8, 1, 1>(table.int8[0]);
+  fill_dots<Int8, 3, 1>(table.int8[1]);
+  fill_dots<Mxfp4, 1, 1>(table.mxfp4[0]);
+  fill_dots<Mxfp4, 3, 1>(table.mxfp4[1]);
+  table.split = split;
   return table;
 }
 

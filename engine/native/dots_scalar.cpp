@@ -2,6 +2,8 @@
 
 namespace {
 
+constexpr std::int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 struct Sums {
   static constexpr std::int32_t byte_offset = 0, nibble_offset = 0;
   using Bytes = Words;
@@ -31,7 +33,7 @@ struct Sums {
 
 namespace ft {
 const Dots& scalar_dots() {
-  static constexpr Dots table = make_dots("scalar");
+  static constexpr Dots table = make_dots();
   return table;
 }
 }  // namespace ft

@@ -39,7 +39,7 @@ struct Sums {
 
 namespace ft {
 const Dots& vnni_dots() {
-  static constexpr Dots table = make_dots("vnni");
+  static constexpr Dots table = make_dots();
   return table;
 }
 }  // namespace ft

@@ -31,27 +31,28 @@ constexpr int kTasksPerThread = 16;
 
 // ── activations ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Activations::Activations(const Kernels& kernels, std::int64_t pairs, std::int64_t depth, bool rounded)
-    : kernels_(kernels),
+Activations::Activations(const Dots& dots, std::int64_t pairs, std::int64_t depth, int digits)
+    : dots_(dots),
       depth_(depth),
-      rounded_(rounded),
-      values_(static_cast<std::size_t>(pairs * (rounded ? depth / kBlock : depth))),
-      quads_(static_cast<std::size_t>(rounded ? pairs * depth / 4 : 0)),
-      sums_(static_cast<std::size_t>(rounded ? pairs * depth / kBlock : 0)) {}
+      digits_(digits),
+      values_(static_cast<std::size_t>(pairs * (digits == 0 ? depth : depth / kBlock))),
+      quads_(static_cast<std::size_t>(pairs * depth / 4 * digits)),
+      sums_(static_cast<std::size_t>(pairs * depth / kBlock * digits)) {}
 
 void Activations::put(std::int64_t first, int size, int row, std::int64_t column, const float* values,
                       std::int64_t count) {
-  if (!rounded_) {
-    float* target = values_.data() + first * depth_ + column * size + row;
+  const std::int64_t at = first * depth_ + column * size;
+  if (digits_ == 0) {
+    float* target = values_.data() + at + row;
     for (std::int64_t i = 0; i < count; ++i) target[i * size] = values[i];
     return;
   }
-  for (std::int64_t block = 0; block < count / kBlock; ++block) {
-    std::int32_t quads[kBlock / 4];
-    const std::int64_t at = (first * depth_ + column * size) / kBlock + block * size + row;
-    kernels_.quantize(values + block * kBlock, kBlock, reinterpret_cast<std::int8_t*>(quads), &values_[at], &sums_[at]);
-    std::int32_t* target = quads_.data() + (first * depth_ + (column + block * kBlock) * size) / 4 + row;
-    for (int i = 0; i < kBlock / 4; ++i) target[i * size] = quads[i];
+  for (std::int64_t k = 0; k < count; k += kBlock) {
+    std::int32_t quads[kBlock / 4 * kMostDigits];
+    const std::int64_t block = at / kBlock + k / kBlock * size + row;
+    dots_.split(values + k, digits_, quads, &values_[block], &sums_[block * digits_]);
+    std::int32_t* target = quads_.data() + (at / 4 + k / 4 * size + row) * digits_;
+    for (int i = 0; i < kBlock / 4; ++i) std::copy_n(quads + i * digits_, digits_, target + i * size * digits_);
   }
 }
 
@@ -59,28 +60,26 @@ const float* Activations::floats(std::int64_t first, int size, std::int64_t colu
   return values_.data() + first * depth_ + column * size;
 }
 
-Quantized Activations::rounded(std::int64_t first, int size, std::int64_t column) const {
-  const std::int64_t k = first * depth_ + column * size;
-  return {quads_.data() + k / 4, values_.data() + k / kBlock, sums_.data() + k / kBlock};
+Integers Activations::integers(std::int64_t first, int size, std::int64_t column) const {
+  const std::int64_t at = first * depth_ + column * size;
+  return {&quads_[at / 4 * digits_], &values_[at / kBlock], &sums_[at / kBlock * digits_]};
 }
 
 // ── the products ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec& spec)
     : kernels_(kernels),
+      dots_(dots),
       spec_(spec),
-      rounded_(spec.exact == 0 && spec.format != ExpertFormat::bf16),
-      tiles_(spec.format == ExpertFormat::bf16   ? kernels.tile[1]
-             : spec.format == ExpertFormat::int8 ? kernels.int8
-                                                 : kernels.mxfp4),
-      dots_(spec.format == ExpertFormat::int8 ? dots.int8 : dots.mxfp4),
-      tile_rows_(rounded_ ? dots.tile_rows : kernels.tile_rows),
+      digits_(spec.format == ExpertFormat::bf16 ? 0 : spec.exact != 0 ? kMostDigits : 1),
+      products_((spec.format == ExpertFormat::int8 ? dots.int8 : dots.mxfp4)[digits_ == kMostDigits]),
+      tile_rows_(digits_ == 0 ? kernels.tile_rows : dots.tile_rows),
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
-      single_(kernels, rounded_ ? spec.rows : 0, spec.hidden, rounded_),
-      gathered_(kernels, spec.rows * spec.ranks, spec.hidden, rounded_),
-      inner_(kernels, spec.rows * spec.ranks, spec.inner, rounded_),
+      single_(dots, digits_ == 0 ? 0 : spec.rows, spec.hidden, digits_),
+      gathered_(dots, spec.rows * spec.ranks, spec.hidden, digits_),
+      inner_(dots, spec.rows * spec.ranks, spec.inner, digits_),
       outputs_(static_cast<std::size_t>(spec.rows * spec.ranks * spec.hidden)),
       looked_(now()) {
   entries_.reserve(places_.size());
@@ -154,9 +153,9 @@ std::int64_t Executor::task_units(std::int64_t total) const {
   return std::max<std::int64_t>(1, total / (kTasksPerThread * threads_.size()));
 }
 
-// The rows of tiles side by side; a tile of one row needs no copy, only rounding.
+// The rows of tiles side by side; floats of one row need no copy.
 void Executor::gather(std::int64_t rows, const float* x) {
-  if (rounded_) {
+  if (digits_ > 0) {
     threads_.run(rows, [&](std::int64_t row, int) { single_.put(row, 1, 0, 0, x + row * spec_.hidden, spec_.hidden); });
   }
   if (groups_.size() == entries_.size()) return;
@@ -186,10 +185,10 @@ void Executor::add_tasks(std::int64_t group, std::int64_t part, std::int64_t uni
 
 void Executor::product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
                        const char* panel, std::int64_t depth, float* c) const {
-  if (rounded_) {
-    dots_[size - 1](tiles.rounded(first, size, column), panel, depth, c);
+  if (digits_ > 0) {
+    products_[size - 1](tiles.integers(first, size, column), panel, depth, c);
   } else {
-    tiles_[size - 1](row != nullptr ? row : tiles.floats(first, size, column), panel, depth, c);
+    tile_kernel(kernels_, true, size)(row != nullptr ? row : tiles.floats(first, size, column), panel, depth, c);
   }
 }
 

@@ -21,7 +21,7 @@ struct ExecutorSpec {
   std::int32_t threads;    // that compute, the coordinator being one of them
   std::int32_t cpu_count;  // 0, or as many as threads
   const std::int32_t* cpus;
-  std::int32_t exact;  // 0: int8 and mxfp4 with activations rounded to eight bits
+  std::int32_t exact;  // 0: int8 and mxfp4 with one digit of the activations, else three
   ExpertFormat format;
   const char* pool;  // [layers * experts] blobs, `stride` bytes apart
   std::int64_t stride, layers, experts, hidden, inner, parts;
@@ -32,19 +32,20 @@ struct ExecutorSpec {
   std::int64_t* times;  // [layers][3]: ns from request to answer, ns from request to arrival or 0, parts computed
 };
 
-// Activations of (row, rank) pairs in tiles of `size` pairs, as floats or rounded: what the kernels take as `a`.
+// Activations of (row, rank) pairs in tiles of `size` pairs: what the kernels take as `a`. Floats where there are no
+// digits, else Integers.
 class Activations {
  public:
-  Activations(const Kernels& kernels, std::int64_t pairs, std::int64_t depth, bool rounded);
+  Activations(const Dots& dots, std::int64_t pairs, std::int64_t depth, int digits);
   // `count` values, a multiple of kBlock, of row `row` of the tile that begins at pair `first`.
   void put(std::int64_t first, int size, int row, std::int64_t column, const float* values, std::int64_t count);
   const float* floats(std::int64_t first, int size, std::int64_t column) const;
-  Quantized rounded(std::int64_t first, int size, std::int64_t column) const;
+  Integers integers(std::int64_t first, int size, std::int64_t column) const;
 
  private:
-  const Kernels& kernels_;
+  const Dots& dots_;
   const std::int64_t depth_;
-  const bool rounded_;
+  const int digits_;
   std::vector<float> values_;  // or the scales
   std::vector<std::int32_t> quads_, sums_;
 };
@@ -102,10 +103,10 @@ class Executor {
   std::uint64_t* line(std::int64_t offset) const { return reinterpret_cast<std::uint64_t*>(spec_.mailbox + offset); }
 
   const Kernels& kernels_;
+  const Dots& dots_;
   const ExecutorSpec spec_;
-  const bool rounded_;
-  const Tile* const tiles_;
-  const Dot* const dots_;
+  const int digits_;
+  const Dot* const products_;
   const int tile_rows_;
   const std::int64_t block_bytes_;
   std::mutex mutex_;  // one computation at a time

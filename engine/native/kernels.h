@@ -21,33 +21,31 @@ constexpr int kBlock = 32;
 constexpr std::int64_t kInt8Bytes = 1088;
 constexpr std::int64_t kMxfp4Bytes = 544;
 
-// Activations rounded to eight bits, each kBlock of k with its own scale: a[k][row] = scales[k / 32][row] * integer.
-struct Quantized {
-  const std::int32_t* quads;  // [depth / 4][rows], four integers in a word
+// Activations as integers, each kBlock of k with its own scale: a[k][row] = scales[k / 32][row] * sum of the digits
+// [k][row][i] * 256^i, which are bytes. One digit is rounding to 8 bits. Three are 23 bits: what is lost is less than
+// 2^-22 of the largest activation of the block, as much as a sum of float32 loses.
+struct Integers {
+  const std::int32_t* quads;  // [depth / 4][rows][digits], four k in a word
   const float* scales;        // [depth / kBlock][rows]
-  const std::int32_t* sums;   // [depth / kBlock][rows], of the integers
+  const std::int32_t* sums;   // [depth / kBlock][rows][digits], of the digits
 };
-using Dot = void (*)(const Quantized& a, const void* panel, std::int64_t depth, float* c);
+constexpr int kMostDigits = 3;
+using Dot = void (*)(const Integers& a, const void* panel, std::int64_t depth, float* c);
 
-// c[r][column] = sum over blocks, in order, of (a's scale * the weights' scale) * their exact integer product.
+// c[r][column] = sum over blocks, in order, of (a's scale * the weights' scale) * the exact integer product, rounded
+// where three digits are put together.
 struct Dots {
-  const char* name;
   int tile_rows;
-  Dot int8[kMaxTileRows];   // [rows - 1]
-  Dot mxfp4[kMaxTileRows];
+  Dot int8[2][kMaxTileRows];   // [three digits rather than one][rows - 1]
+  Dot mxfp4[2][kMaxTileRows];
+  // kBlock activations to quads [8][digits], a scale and sums [digits]. One that is not finite makes the scale NaN.
+  void (*split)(const float* x, int digits, std::int32_t* quads, float* scale, std::int32_t* sums);
 };
 
 struct Kernels {
   const char* name;
   int tile_rows;                      // at most kMaxTileRows
   Tile tile[2][kMaxTileRows];         // [weights are bfloat16][rows - 1]
-
-  // As `tile`, for panels of blocks: within a block the even and the odd k are two chains, and sum over blocks, in
-  // order, of the scale * (even + odd) is the third.
-  Tile int8[kMaxTileRows];
-  Tile mxfp4[kMaxTileRows];
-  // `depth` activations as integers with the scales and sums of their blocks; one that is not finite gives a NaN scale.
-  void (*quantize)(const float* x, std::int64_t depth, std::int8_t* integers, float* scales, std::int32_t* sums);
 
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*sigmoid_mul)(const float* x, const float* gate, std::int64_t n, float* out);

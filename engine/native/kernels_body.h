@@ -372,21 +372,12 @@ constexpr void fill_tiles(ft::Kernels& table) {
   if constexpr (kRows < Vec::tile_rows) fill_tiles<kBfloat, kRows + 1>(table);
 }
 
-}  // namespace
-
-#include "blocks_body.h"
-
-namespace {
-
 constexpr ft::Kernels make_table(const char* name) {
   ft::Kernels table{};
   table.name = name;
   table.tile_rows = Vec::tile_rows;
   fill_tiles<false, 1>(table);
   fill_tiles<true, 1>(table);
-  fill_block_tiles<Int8, 1>(table.int8);
-  fill_block_tiles<Mxfp4, 1>(table.mxfp4);
-  table.quantize = quantize;
   table.silu_mul = silu_mul;
   table.sigmoid_mul = sigmoid_mul;
   table.sigmoid = sigmoid_row;

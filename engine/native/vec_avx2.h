@@ -63,27 +63,11 @@ inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   high.v = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Codes of quantised weights, one 32-bit word of four bytes or eight nibbles per lane.
+// Codes of quantised weights, a 32-bit word of four bytes or eight nibbles per lane.
 struct Words {
   __m256i v;
 };
 inline Words load_words(const void* p) { return {_mm256_loadu_si256(static_cast<const __m256i*>(p))}; }
-// Byte `i` of every word, a signed integer.
-inline Vec byte_value(Words w, int i) {
-  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w.v, 24 - 8 * i), 24))};
-}
-// Nibble `i` of every word, an e2m1 code, as twice its value.
-struct Codes {
-  __m256i low, high;  // the even and the odd nibbles as bytes
-};
-inline Codes decode_nibbles(Words w) {
-  const __m256i table = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-  const __m256i mask = _mm256_set1_epi8(15);
-  return {_mm256_shuffle_epi8(table, _mm256_and_si256(w.v, mask)),
-          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w.v, 4), mask))};
-}
-inline Vec nibble_value(Codes codes, int i) { return byte_value({i % 2 == 0 ? codes.low : codes.high}, i / 2); }
 inline Vec widen_half(const std::uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }

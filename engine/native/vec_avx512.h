@@ -67,24 +67,11 @@ inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   high.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Codes of quantised weights, one 32-bit word of four bytes or eight nibbles per lane.
+// Codes of quantised weights, a 32-bit word of four bytes or eight nibbles per lane.
 struct Words {
   __m512i v;
 };
 inline Words load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
-// Byte `i` of every word, a signed integer.
-inline Vec byte_value(Words w, int i) {
-  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w.v, 24 - 8 * i), 24))};
-}
-// Nibble `i` of every word, an e2m1 code, as twice its value.
-struct Codes {
-  __m512i words;
-};
-inline Codes decode_nibbles(Words w) { return {w.v}; }
-inline Vec nibble_value(Codes codes, int i) {  // the permutation looks at the lowest four bits only
-  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(codes.words, 4 * i), table)};
-}
 inline Vec widen_half(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }

@@ -55,15 +55,6 @@ inline Words load_words(const void* p) {
   __builtin_memcpy(&w.v, p, sizeof w.v);
   return w;
 }
-// Byte `i` of the word, a signed integer.
-inline Vec byte_value(Words w, int i) { return {static_cast<float>(static_cast<std::int8_t>(w.v >> 8 * i))}; }
-// Nibble `i` of the word, an e2m1 code, as twice its value.
-constexpr std::int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-struct Codes {
-  std::uint32_t word;
-};
-inline Codes decode_nibbles(Words w) { return {w.v}; }
-inline Vec nibble_value(Codes codes, int i) { return {static_cast<float>(kDoubledE2m1[codes.word >> 4 * i & 15])}; }
 inline Vec widen_half(const std::uint16_t* p) {
   const std::uint32_t sign = static_cast<std::uint32_t>(*p & 0x8000) << 16, magnitude = *p & 0x7fff;
   if (magnitude < 0x400) {  // denormal
