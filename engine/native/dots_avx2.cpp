@@ -24,9 +24,13 @@ struct Sums {
     const __m256i activations = _mm256_set1_epi32(x);
     add(_mm256_maddubs_epi16(_mm256_abs_epi8(activations), _mm256_sign_epi8(w.v, activations)));
   }
-  void add_nibbles(Nibbles w, std::int32_t low, std::int32_t high) {
-    add(_mm256_add_epi16(_mm256_maddubs_epi16(w.low, _mm256_set1_epi32(low)),
-                         _mm256_maddubs_epi16(w.high, _mm256_set1_epi32(high))));
+  // Four pairs fit as well: 4 * 2 * 24 * 128.
+  void add_nibbles(Nibbles first, Nibbles second, std::int32_t x0, std::int32_t x1, std::int32_t x2, std::int32_t x3) {
+    const __m256i a = _mm256_add_epi16(_mm256_maddubs_epi16(first.low, _mm256_set1_epi32(x0)),
+                                       _mm256_maddubs_epi16(first.high, _mm256_set1_epi32(x1)));
+    const __m256i b = _mm256_add_epi16(_mm256_maddubs_epi16(second.low, _mm256_set1_epi32(x2)),
+                                       _mm256_maddubs_epi16(second.high, _mm256_set1_epi32(x3)));
+    add(_mm256_add_epi16(a, b));
   }
   void add(__m256i pairs) { v = _mm256_add_epi32(v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
   Vec less(std::int32_t excess) const {

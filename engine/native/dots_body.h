@@ -9,15 +9,15 @@ namespace {
 
 using std::int64_t;
 
-// sum += the four or eight products of each word, plus `offset` times the sum of the activations.
+// A step takes as many words of a row as lie `quads` quads of k: sum += their products, plus `offset` times the sum of
+// the activations.
 struct Int8 {
   static constexpr int64_t bytes = ft::kInt8Bytes;
   static constexpr int64_t codes = 2 * ft::kBlock;
-  static constexpr int words = 8;
-  static constexpr int quads = 1;
+  static constexpr int steps = 8, words = 1, quads = 1;
   static constexpr std::int32_t offset = Sums::byte_offset;
   using Prepared = Sums::Bytes;
-  static Prepared prepare(Words words) { return Sums::prepare_bytes(words); }
+  static Prepared prepare(const char* word) { return Sums::prepare_bytes(load_words(word)); }
   static void add(Sums& sum, Prepared weights, const std::int32_t* x, int) { sum.add_bytes(weights, x[0]); }
   static Vec scale(const char* block, int row) {
     return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
@@ -27,13 +27,16 @@ struct Int8 {
 struct Mxfp4 {
   static constexpr int64_t bytes = ft::kMxfp4Bytes;
   static constexpr int64_t codes = ft::kBlock;
-  static constexpr int words = 4;
-  static constexpr int quads = 2;
+  static constexpr int steps = 2, words = 2, quads = 4;
   static constexpr std::int32_t offset = Sums::nibble_offset;
-  using Prepared = Sums::Nibbles;
-  static Prepared prepare(Words words) { return Sums::prepare_nibbles(words); }
-  static void add(Sums& sum, Prepared weights, const std::int32_t* x, int stride) {
-    sum.add_nibbles(weights, x[0], x[stride]);
+  struct Prepared {
+    Sums::Nibbles first, second;
+  };
+  static Prepared prepare(const char* word) {
+    return {Sums::prepare_nibbles(load_words(word)), Sums::prepare_nibbles(load_words(word + 4 * ft::kBlock))};
+  }
+  static void add(Sums& sum, const Prepared& weights, const std::int32_t* x, int stride) {
+    sum.add_nibbles(weights.first, weights.second, x[0], x[stride], x[2 * stride], x[3 * stride]);
   }
   static Vec scale(const char* block, int row) {  // half of it, as values are doubled
     return set1(0.5f) * widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);
@@ -43,7 +46,7 @@ struct Mxfp4 {
 template <class Format, int kDigits, int kRows>
 void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
   constexpr int all = ft::kBlock / Vec::width;
-  constexpr int fitting = Vec::accumulators / (kDigits * kRows);
+  constexpr int fitting = Vec::accumulators * 2 / 3 / (kDigits * kRows);  // the rest of the registers: weights
   constexpr int parts = fitting >= all ? all : fitting >= all / 2 && all > 1 ? all / 2 : 1;
   constexpr int stride = kRows * kDigits;  // of one k
   const char* block = static_cast<const char*>(panel);
@@ -54,13 +57,14 @@ void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
     for (int64_t i = 0; i < Format::bytes; i += 64) __builtin_prefetch(ahead + i);
     for (int lane = 0; lane < ft::kBlock; lane += parts * Vec::width) {
       Sums sums[parts][stride] = {};
-      for (int word = 0; word < Format::words; ++word) {
+      for (int step = 0; step < Format::steps; ++step) {
+#pragma GCC unroll 4
         for (int part = 0; part < parts; ++part) {
-          const int row_of_block = lane + part * Vec::width;
-          const auto weights =
-              Format::prepare(load_words(block + Format::codes + (word * ft::kBlock + row_of_block) * 4));
+          const int word = step * Format::words * ft::kBlock + lane + part * Vec::width;
+          const auto weights = Format::prepare(block + Format::codes + 4 * word);
+#pragma GCC unroll 36
           for (int i = 0; i < stride; ++i) {
-            Format::add(sums[part][i], weights, quads + word * Format::quads * stride + i, stride);
+            Format::add(sums[part][i], weights, quads + step * Format::quads * stride + i, stride);
           }
         }
       }
@@ -68,10 +72,11 @@ void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
         const int column = lane + part * Vec::width;
         const Vec scale = Format::scale(block, column);
         for (int row = 0; row < kRows; ++row) {
-          Vec product = set1(0.0f);
-          for (int digit = kDigits - 1; digit >= 0; --digit) {
-            const Vec one = sums[part][row * kDigits + digit].less(Format::offset * a.sums[k * stride + row * kDigits + digit]);
-            product = digit == kDigits - 1 ? one : fma(product, set1(256.0f), one);
+          const Sums* digit = sums[part] + row * kDigits;
+          const std::int32_t* excess = a.sums + k * stride + row * kDigits;
+          Vec product = digit[kDigits - 1].less(Format::offset * excess[kDigits - 1]);
+          for (int i = kDigits - 2; i >= 0; --i) {
+            product = fma(product, set1(256.0f), digit[i].less(Format::offset * excess[i]));
           }
           float* out = c + row * ft::kPanel + column;
           store(out, fma(product, scale * set1(a.scales[k * kRows + row]), load(out)));
@@ -111,7 +116,7 @@ void split(const float* x, int digits, std::int32_t* quads, float* scale, std::i
       integers[i] = (integers[i] - bytes[i]) >> 8;
     }
     sums[digit] = sum;
-    for (int quad = 0; quad < ft::kBlock / 4; ++quad) __builtin_memcpy(quads + quad * digits + digit, bytes + 4 * quad, 4);
+    for (int i = 0; i < ft::kBlock / 4; ++i) __builtin_memcpy(quads + i * digits + digit, bytes + 4 * i, 4);
   }
 }
 

@@ -17,9 +17,12 @@ struct Sums {
   void add_bytes(Bytes w, std::int32_t x) {
     for (int i = 0; i < 4; ++i) v += byte_of(static_cast<std::int32_t>(w.v), i) * byte_of(x, i);
   }
-  void add_nibbles(Nibbles w, std::int32_t low, std::int32_t high) {
+  void add_nibbles(Nibbles first, Nibbles second, std::int32_t x0, std::int32_t x1, std::int32_t x2, std::int32_t x3) {
     for (int i = 0; i < 4; ++i) {
-      v += kDoubledE2m1[w.v >> 8 * i & 15] * byte_of(low, i) + kDoubledE2m1[w.v >> (8 * i + 4) & 15] * byte_of(high, i);
+      v += kDoubledE2m1[first.v >> 8 * i & 15] * byte_of(x0, i) +
+           kDoubledE2m1[first.v >> (8 * i + 4) & 15] * byte_of(x1, i);
+      v += kDoubledE2m1[second.v >> 8 * i & 15] * byte_of(x2, i) +
+           kDoubledE2m1[second.v >> (8 * i + 4) & 15] * byte_of(x3, i);
     }
   }
   Vec less(std::int32_t excess) const { return {static_cast<float>(v - excess)}; }

@@ -22,9 +22,11 @@ struct Sums {
   }
 
   void add_bytes(Bytes w, std::int32_t x) { v = _mm512_dpbusd_epi32(v, w.v, _mm512_set1_epi32(x)); }
-  void add_nibbles(Nibbles w, std::int32_t low, std::int32_t high) {
-    v = _mm512_dpbusd_epi32(v, w.low, _mm512_set1_epi32(low));
-    v = _mm512_dpbusd_epi32(v, w.high, _mm512_set1_epi32(high));
+  void add_nibbles(Nibbles first, Nibbles second, std::int32_t x0, std::int32_t x1, std::int32_t x2, std::int32_t x3) {
+    v = _mm512_dpbusd_epi32(v, first.low, _mm512_set1_epi32(x0));
+    v = _mm512_dpbusd_epi32(v, first.high, _mm512_set1_epi32(x1));
+    v = _mm512_dpbusd_epi32(v, second.low, _mm512_set1_epi32(x2));
+    v = _mm512_dpbusd_epi32(v, second.high, _mm512_set1_epi32(x3));
   }
   Vec less(std::int32_t excess) const {
     return {_mm512_cvtepi32_ps(_mm512_sub_epi32(v, _mm512_set1_epi32(excess)))};

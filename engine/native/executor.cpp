@@ -144,7 +144,8 @@ void Executor::group_pairs(std::int64_t rows, const std::int32_t* plan) {
     const Tiling& tiling = groups_.back().tiling;
     for (std::int64_t tile = 0; tile < tiling.count; ++tile) {
       const std::int64_t first = begin + tiling.begin(tile);
-      for (int row = 0; row < tiling.size(tile); ++row) places_[entries_[first + row]] = {first, tiling.size(tile), row};
+      const int size = tiling.size(tile);
+      for (int row = 0; row < size; ++row) places_[entries_[first + row]] = {first, size, row};
     }
   }
 }

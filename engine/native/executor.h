@@ -1,4 +1,4 @@
-// Computes routed experts from the host's pool, for calls from this process and for a device that asks through a mailbox.
+// Computes routed experts from the host's pool, for this process and for a device that asks through a mailbox.
 #pragma once
 
 #include <atomic>
