@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -69,6 +69,13 @@ class Parts:
         self.root: dict[str, Any] = self._cleaned(root, 1)
         if self._deepest * (1 + len(self._references)) > _WEIGHT:
             raise GrammarError("the schema is nested too deeply, or refers to too many parts of it")
+        self._endless = self._without_end()
+        if self._endless and exact:
+            raise GrammarError(
+                f"the schema's $ref {min(self._endless).replace(_ROOT, '#')!r:.80} demands itself for ever"
+            )
+        if self._endless:
+            self.root = self._loosened(self.root)
 
     def refuse(self, keyword: str) -> None:
         if self.exact:
@@ -107,6 +114,25 @@ class Parts:
         if len(found.get("properties", ())) > _MEMBERS:
             raise GrammarError(f"the schema has more than {_MEMBERS} properties in one object")
         return found
+
+    def _without_end(self) -> set[str]:
+        """References to what no finite value satisfies: all that a value of it must have demands another one."""
+        endless = {_ROOT + one[1:] for one in self._references if one.startswith("#")}
+        before = len(endless) + 1
+        while len(endless) < before:
+            before = len(endless)
+            for one in list(endless):
+                if _ends(self.target(one), endless):
+                    endless.remove(one)
+        return endless
+
+    def _loosened(self, schema: Any) -> Any:
+        """A schema with anything in the place of what has no end."""
+        if isinstance(schema, Mapping):
+            if schema.get("$ref") in self._endless:
+                return {}
+            return {key: one if key in _VERBATIM else self._loosened(one) for key, one in schema.items()}
+        return [self._loosened(one) for one in schema] if isinstance(schema, list) else schema
 
     def _bounded(self, key: str, value: object) -> bool:
         """Whether a compiler can be asked for it."""
@@ -210,6 +236,24 @@ class Parts:
                     self.refuse(f"format {alternative['format']!r:.40}")
                 return _FORMATS.get(alternative["format"], "")
         return f"(?s:.){{{low},{high}}}" if sized else ""
+
+
+def _ends(schema: object, endless: Collection[str]) -> bool:
+    """Whether a finite value satisfies a schema, as far as it does not hang on these references."""
+    if not isinstance(schema, Mapping) or schema.keys() & {"enum", "const"}:
+        return True
+    if schema.get("$ref") in endless or not all(_ends(one, endless) for one in schema.get("allOf", ())):
+        return False
+    for union in ("anyOf", "oneOf"):
+        if union in schema and not any(_ends(one, endless) for one in schema[union]):
+            return False
+    members = schema.get("properties", {})
+    value_ends = {
+        "object": all(_ends(members.get(key), endless) for key in _required(schema)),
+        "array": not schema.get("minItems") or _ends(schema.get("items"), endless),
+    }
+    implied = [kind for kind, key in (("object", "properties"), ("array", "items")) if key in schema]
+    return any(value_ends.get(kind, True) for kind in schema.get("type") or implied or ("null",))
 
 
 def _searched(pattern: str) -> str:

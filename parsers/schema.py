@@ -129,7 +129,7 @@ def json_of(raw: str, types: frozenset[str] | None) -> tuple[str, bool]:
     if types & {"integer", "number"} and _INTEGER.fullmatch(text):
         sign, digits = ("-", text[1:]) if text[0] == "-" else ("", text)
         return sign + (digits.lstrip("0") or "0"), False
-    if "number" in types and (number := _finite(text)) is not None:
+    if "number" in types and (number := _number(text)) is not None:
         return number, False
     if not types and text[:1] != '"' and is_json(text):
         return well_formed(text), False
@@ -150,9 +150,10 @@ def quoted(text: str) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Strict JSON: no NaN, no number beyond all floats, no depth that a client could not read either."""
+    """Strict JSON: no NaN, no depth that a client could not read either. Numbers are of any size, as in every
+    grammar of JSON; what is made of them is the client's business."""
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite_only)
+        value = json.loads(text, parse_constant=_refuse, parse_float=str, parse_int=str)
     except (ValueError, RecursionError):
         return False
     return text.count("[") + text.count("{") <= NESTING or not too_deep(value)
@@ -183,21 +184,15 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite_only(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
-def _finite(text: str) -> str | None:
+def _number(text: str) -> str | None:
+    """A number as it is spelled; in JSON's spelling, where it is in Python's."""
+    if _NUMBER.fullmatch(text):
+        return text
     try:
-        value = _finite_only(text)
+        value = float(text.replace("_", "x"))
     except ValueError:
         return None
-    if "_" in text:
-        return None
-    return text if _NUMBER.fullmatch(text) else json.dumps(value)
+    return json.dumps(value) if math.isfinite(value) else None
 
 
 def _python_literal(text: str) -> str | None:

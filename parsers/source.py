@@ -140,13 +140,14 @@ class Source:
     def until(self, stops: Stops, emit: Emit, hold_at_end: bool = False) -> Step[str | None]:
         """Pass text to ``emit`` up to the first stop; consume and return the stop, or None at the end of the input.
 
-        Only a suffix that may still become a stop is held back. At the end it is text, except where ``hold_at_end``
-        says that half a delimiter must not appear (inside calls): then it is dropped.
+        Only a suffix that may still become a stop is held back. At the end it is text; it is dropped where it has a
+        control token, and where ``hold_at_end`` says that half a delimiter must not appear (inside calls).
         """
         while True:
             match = stops.pattern.search(self.buffer)
-            keep = hold_at_end or not self.ended
-            hold = stops.held(self.buffer) if keep else len(self.buffer)
+            hold = stops.held(self.buffer)
+            if self.ended and not hold_at_end and not certain(self.buffer[hold:]):
+                hold = len(self.buffer)
             if match and (match.start() < hold or self.ended):
                 if match.start():
                     emit(self.advance(match.start()))

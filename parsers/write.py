@@ -143,7 +143,7 @@ def arguments_mapping(block: ToolCall) -> dict[str, Any]:
     written again, becomes the one string ``input``."""
     text = arguments_text(block)
     try:
-        value = json.loads(text, parse_float=_finite)
+        value = json.loads(text, parse_float=_finite, parse_int=_counted)
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) and not too_deep(value) else {"input": block.arguments}
@@ -153,6 +153,11 @@ def _finite(text: str) -> float | str:
     """A number too large for a float keeps its spelling, as text."""
     value = float(text)
     return text if value in (float("inf"), float("-inf")) else value
+
+
+def _counted(text: str) -> int | str:
+    """The same for an integer of more digits than Python reads or writes."""
+    return int(text) if len(text) <= 4000 else text
 
 
 def tool_descriptions(guard: Guard, tools: Sequence[Tool]) -> list[dict[str, object]]:

@@ -85,7 +85,25 @@ def test_json_with_what_is_forgiven(body: str, value: object, rules: Tolerated) 
     assert read(kimi(body)) == (value, rules)
 
 
-@pytest.mark.parametrize("body", ["[1]", "12", '"text"', "nul", "{oops}", '{"n": NaN}', '{"n": 1e999}', '{"n" 1}'])
+@pytest.mark.parametrize("number", ["1e999", "-1E+5000", "9" * 5000, "1." + "0" * 5000])
+def test_numbers_of_any_size_are_passed_on_as_they_are(number: str) -> None:
+    """No client may read it, but it is what the tool's schema and every grammar of JSON allow."""
+    body = f'{{"x": {number}, "a": [{number}]}}'
+    spelled = {"x": number, "a": [number]}
+    texts = [kimi(body).calls[0][2]]
+    for name, value in (("gemma4", f"x:{number},a:[{number}]"), ("llama4", f"x={number}, a=[{number}]")):
+        found = machine(name)
+        call = f"<|tool_call>call:f{{{value}}}<tool_call|>" if name == "gemma4" else f"[f({value})]"
+        texts.append(found.say(call).calls[0][2])
+    qwen = machine("qwen3_xml").say(
+        f"<tool_call>\n<function=f>\n<parameter=x>\n{number}\n</parameter>\n<parameter=a>\n[{number}]\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    for text in (*texts, qwen.calls[0][2]):
+        assert json.loads(text, parse_float=str, parse_int=str) == spelled
+
+
+@pytest.mark.parametrize("body", ["[1]", "12", '"text"', "nul", "{oops}", '{"n": NaN}', '{"n" 1}'])
 def test_what_is_no_json_object_never_becomes_one(body: str) -> None:
     for call in kimi(body).calls:
         assert call[3] == "incomplete"

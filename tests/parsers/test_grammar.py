@@ -239,6 +239,31 @@ def test_schemas_that_refer_to_themselves() -> None:
     assert not accepts("hermes", hermes, HERMES.format('{"t": {"v": 1, "next": {"w": 2}}}'))
 
 
+ITSELF: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"allOf": [{"$ref": "#/$defs/t"}]}}},
+    {
+        "type": "object",
+        "properties": {
+            "a": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]}
+        },
+        "required": ["a"],
+        "$defs": {"t": {"type": "object", "properties": {"u": {"$ref": "#/$defs/t"}}, "required": ["u"]}},
+    },
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "minimax_m3", "qwen3_xml", "llama4", "kimi_k3"])
+@pytest.mark.parametrize("schema", ITSELF)
+def test_what_demands_itself_for_ever_is_refused_or_open(name: str, schema: dict[str, Any]) -> None:
+    """No answer would ever end."""
+    with pytest.raises(GrammarError, match=r"probe.*\$ref '#.*' demands itself for ever"):
+        grammar(name, (Tool("probe", parameters=schema, strict=True),), Demand("required"))
+    tool = Tool("probe", parameters=schema)
+    parsed = machine(name).parse(walk(name, grammar(name, (tool,), Demand("required")), 1, ("a",)), (tool,))
+    assert parsed.calls and all(state == "complete" for *_, state in parsed.calls)
+
+
 def test_tools_that_are_not_strict_are_followed_as_far_as_possible() -> None:
     loose = Tool("probe", parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
     text = grammar("hermes", (loose,), Demand("required"))
