@@ -1,11 +1,13 @@
 """Paged attention, and writing the pages.
 
-Flash decoding (arXiv 2205.14135, split over keys): one program per row, key head and range of ``SPLIT`` keys at fixed
+Flash decoding (arXiv 2205.14135, split over keys): one program per row, key head and range of keys at fixed
 absolute positions reads its keys once for all query heads that share them; a second kernel adds the ranges up in order.
 What a row gives depends on its own length only. Long prefill is right but reads the keys again for every row.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,9 +18,19 @@ from engine.api import PAGE
 from engine.kernels.linear import dot
 from engine.layers.ops import Batch
 
-SPLIT = 4 * PAGE
-TILE = 32
-"""Keys in one step of a range; divides a page."""
+
+@dataclass(frozen=True)
+class Tiling:
+    """``split``: keys of a range, whole pages. ``tile``: keys in one step of a range; divides a page. ``stages`` is for
+    16-bit pages; two of float32 would not fit into every GPU's shared memory."""
+
+    split: int = 4 * PAGE
+    tile: int = 32
+    warps: int = 4
+    stages: int = 3
+
+
+TILING = Tiling()
 RANGES = 16
 """Ranges added up in one step."""
 ROWS = 16
@@ -112,10 +124,12 @@ def _combine(
     tl.store(out + to, tl.where(ranges > 0, mixed / total, 0.0), mask=here)
 
 
-def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float, tiling: Tiling = TILING
+) -> Tensor:  # fmt: skip
     out, (rows, heads, head_dim) = torch.empty_like(q), q.shape
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
-    splits = triton.cdiv(width * PAGE, SPLIT)
+    splits = triton.cdiv(width * PAGE, tiling.split)
     segments, dim = triton.next_power_of_2(max(1, count)), max(16, triton.next_power_of_2(head_dim))
     narrow = min(64, dim)
     room = min(rows, ROWS)
@@ -126,13 +140,13 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
         _ranges[(some, kv_heads, splits)](
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
-            PAGE=PAGE, SPLIT=SPLIT, TILE=TILE, SEGMENTS=segments,
+            PAGE=PAGE, SPLIT=tiling.split, TILE=tiling.tile, SEGMENTS=segments,
             GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-            num_warps=4, num_stages=1 if k_pages.dtype == torch.float32 else 3,
+            num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         _combine[(some, heads, triton.cdiv(head_dim, narrow))](
             partial, highest, sums, out, batch.segments, first, count, splits, heads, head_dim,
-            SPLIT=SPLIT, RANGES=RANGES, SEGMENTS=segments, DIM=narrow, num_warps=4,
+            SPLIT=tiling.split, RANGES=RANGES, SEGMENTS=segments, DIM=narrow, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -16,11 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-BLOCK_N = 32
-BLOCK_K = 128
-PROGRAMS = 256
-"""As many as keep a large GPU's memory busy; weights of fewer output blocks are cut along the inner dimension too. A
-constant, so that results do not depend on the GPU."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """``programs``: as many as keep a large GPU's memory busy; weights of fewer output blocks are cut along the inner
+    dimension too. Constants, so that results do not depend on the GPU."""
+
+    block_n: int = 32
+    block_k: int = 128
+    programs: int = 256
+    warps: int = 4
+    stages: int = 4
+
+
+TILING = Tiling()
 
 
 @dataclass(frozen=True)
@@ -28,14 +38,15 @@ class DeviceWeight:
     """A linear weight [out, inner] on the device. ``arrived`` int32 [blocks]: zero between calls."""
 
     matrix: Tensor
+    tiling: Tiling
     splits: int
     arrived: Tensor
 
 
-def pack(weight: Tensor) -> DeviceWeight:
-    blocks = triton.cdiv(weight.shape[0], BLOCK_N)
-    splits = min(triton.cdiv(weight.shape[1], 2 * BLOCK_K), max(1, PROGRAMS // blocks))
-    return DeviceWeight(weight, splits, torch.zeros(blocks, dtype=torch.int32, device=weight.device))
+def pack(weight: Tensor, tiling: Tiling = TILING) -> DeviceWeight:
+    blocks = triton.cdiv(weight.shape[0], tiling.block_n)
+    splits = min(triton.cdiv(weight.shape[1], 2 * tiling.block_k), max(1, tiling.programs // blocks))
+    return DeviceWeight(weight, tiling, splits, torch.zeros(blocks, dtype=torch.int32, device=weight.device))
 
 
 @triton.jit
@@ -89,16 +100,16 @@ def _linear(
 
 def linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:
     """x float32 [rows <= ROWS, inner] -> float32 [rows, out]."""
-    rows, (columns, inner) = x.shape[0], weight.matrix.shape
+    rows, (columns, inner), tiling = x.shape[0], weight.matrix.shape, weight.tiling
     out = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
     if not rows:
         return out
     partial = out if weight.splits == 1 else out.new_empty((weight.splits, ROWS, columns))
-    per_split = triton.cdiv(triton.cdiv(inner, BLOCK_K), weight.splits) * BLOCK_K
-    _linear[(triton.cdiv(columns, BLOCK_N), weight.splits)](
+    per_split = triton.cdiv(triton.cdiv(inner, tiling.block_k), weight.splits) * tiling.block_k
+    _linear[(triton.cdiv(columns, tiling.block_n), weight.splits)](
         x, weight.matrix, out if bias is None else bias, out, partial, weight.arrived, rows, columns, inner, per_split,
-        HAS_BIAS=bias is not None, SPLITS=weight.splits, ROWS=ROWS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        num_warps=4, num_stages=4,
+        HAS_BIAS=bias is not None, SPLITS=weight.splits, ROWS=ROWS, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
 

@@ -20,11 +20,11 @@ from engine.layers.rope_table import rope_table
 class DeviceExperts(Protocol):
     """Where a model's routed experts are, and what computes them."""
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
+    def pack(self, gate_up: Tensor, down: Tensor) -> Any:
         """Take one layer's experts, layers in order; as ``Ops.pack_experts``."""
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """As ``Ops.experts``; ``experts`` is what ``pack_experts`` gave. Rows whose ids are -1 give zero."""
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        """As ``Ops.experts``; ``layer`` is what ``pack`` gave. Rows whose ids are -1 give zero."""
 
 
 class DeviceOps:
@@ -45,10 +45,10 @@ class DeviceOps:
         return (linear.linear if x.shape[0] <= linear.ROWS else linear.matmul)(x, weight, bias)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
-        return self._experts.pack_experts(gate_up, down)
+        return self._experts.pack(gate_up, down)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        return self._experts.experts(x, ids, weights, experts)
+        return self._experts.run(x, ids, weights, experts)
 
     def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         return pointwise.route(logits, k, renormalize)

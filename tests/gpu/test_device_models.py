@@ -20,6 +20,12 @@ from engine.runner import Rows, Runner
 from engine.weights.source import Source
 
 
+class TwinExperts:
+    def __init__(self) -> None:
+        twin = ReferenceOps()
+        self.pack, self.run = twin.pack_experts, twin.experts
+
+
 def load(directory: Path, ops: Ops) -> Runner:
     loader = Loader(Source(directory, "float32"), ops, CPU)
     model = find_architecture(read_config(directory)).build(loader, 512, lambda *_: None)
@@ -34,7 +40,7 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[R
     def make(arch: str) -> tuple[Runner, Runner]:
         layers = 4 if arch == "qwen3_5_moe" else 2
         directory = write_tiny(arch, tmp_path_factory.mktemp(arch), layers=layers)
-        return load(directory, DeviceOps(ReferenceOps(), CPU)), load(directory, ReferenceOps())
+        return load(directory, DeviceOps(TwinExperts(), CPU)), load(directory, ReferenceOps())
 
     return make
 

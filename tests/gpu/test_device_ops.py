@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.kernels.ops import DeviceOps
-from engine.layers.ops import Batch, Ops
+from engine.layers.ops import CPU, Batch, Ops
 from engine.layers.reference import ReferenceOps
 
 Run = Callable[[Ops], tuple[Tensor, ...]]
@@ -22,14 +22,14 @@ TWIN = ReferenceOps()
 
 
 class NoExperts:
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> None:
+    def pack(self, gate_up: Tensor, down: Tensor) -> None:
         raise AssertionError("not here")
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: None) -> Tensor:
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: None) -> Tensor:
         raise AssertionError("not here")
 
 
-DEVICE = DeviceOps(NoExperts(), torch.device("cpu"))
+DEVICE = DeviceOps(NoExperts(), CPU)
 
 
 class Draws:

@@ -1,0 +1,216 @@
+"""Every device operation against its torch twin, then how long each takes at the sizes of Qwen3.6-35B-A3B.
+
+    python -P -m engine.kernels.check [--seed N] [--tune]
+
+Inputs are drawn afresh each time (the seed is printed), what a kernel leaves unwritten is NaN, and the relative error
+is that of the whole result, |got - want| / |want|. ``--tune`` times other tilings of the two kernels that move most.
+Ends with status 1 where an operation is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.experts.layout import FORMATS, ExpertFormat, Layout
+from engine.kernels import linear
+from engine.kernels.ops import DeviceOps
+from engine.kernels.resident import ResidentExperts
+from engine.kernels.timing import (
+    CHANNELS,
+    EXPERTS,
+    GPU,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KEY_HEADS,
+    KV_HEADS,
+    LINEAR_DIM,
+    ROTARY,
+    TOP_K,
+    VALUE_HEADS,
+    WIDTH,
+    make_batch,
+    time_all,
+    tune,
+)
+from engine.layers.ops import CPU, Ops
+from engine.layers.reference import ReferenceOps
+
+Run = Callable[[Ops, "Draws"], dict[str, Tensor]]
+
+
+class Draws:
+    """Random numbers, the same on every device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).to(dtype).to(self.device)
+
+
+def linears(rows: int, out: int, inner: int, dtype: torch.dtype) -> Run:
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        packed, x = ops.pack(draw(out, inner, scale=inner**-0.5, dtype=dtype)), draw(rows, inner)
+        bias = draw(out)
+        return {"plain": ops.linear(x, packed), "bias": ops.linear(x, packed, bias), "again": ops.linear(x, packed)}
+
+    return run
+
+
+def pointwise(rows: int) -> Run:
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        x, gate, weight = draw(rows, HIDDEN, scale=4), draw(rows, HIDDEN, scale=4), draw(HIDDEN)
+        heads, norm = draw(rows, VALUE_HEADS, LINEAR_DIM), draw(LINEAR_DIM)
+        a, b, bias = draw(rows, VALUE_HEADS, scale=9), draw(rows, VALUE_HEADS, scale=9), draw(VALUE_HEADS)
+        turned = draw(rows, HEADS, HEAD_DIM)
+        positions = torch.arange(rows, dtype=torch.int32, device=draw.device) * 4000
+        ops.rope(turned, positions, ops.rope_table(1 << 17, ROTARY, 1e7))
+        ids, weights = ops.route(draw(rows, EXPERTS, scale=3), TOP_K, True)
+        decay, beta = ops.gdn_gates(a, b, bias, bias)
+        return {
+            "rms_norm": ops.rms_norm(x, weight, 1e-6, 1.0),
+            "gated_rms_norm": ops.gated_rms_norm(heads, heads.flip(0).contiguous(), norm, 1e-6),
+            "silu_mul": ops.silu_mul(torch.cat((x, gate), 1)),
+            "sigmoid_mul": ops.sigmoid_mul(x, gate),
+            "sigmoid_mul row": ops.sigmoid_mul(x, gate[:, :1].contiguous()),
+            "gdn_gates decay": decay,
+            "gdn_gates beta": beta,
+            "rope": turned,
+            "route ids": ids.float(),
+            "route weights": weights,
+        }
+
+    return run
+
+
+def recurrences(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+    batch = make_batch([(70, 0, 0), (1, 100, 1), (2, 63, 2)], draw.device, [(0, 64, 3), (0, 70, 4), (2, 1, 5)])
+    window, state = draw(6, CHANNELS, WIDTH - 1), draw(6, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM)
+    mixed = ops.conv(draw(73, CHANNELS), draw(CHANNELS, WIDTH), window, batch)
+    keys, values = (73, KEY_HEADS, LINEAR_DIM), (73, VALUE_HEADS, LINEAR_DIM)
+    decay, beta = -draw(73, VALUE_HEADS).abs(), torch.sigmoid(draw(73, VALUE_HEADS))
+    out = ops.gated_delta(draw(*keys), draw(*keys), draw(*values), decay, beta, state, batch)
+    ops.copy_state(state, 4, 5)
+    return {"conv": mixed, "conv state": window, "gated_delta": out, "gated_delta state": state}
+
+
+def attentions(dtype: torch.dtype) -> Run:
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        batch = make_batch([(40, 300, 0), (1, 4999, 1), (1, 0, 2), (3, 254, 3)], draw.device)
+        shape = (batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM)
+        k_pages, v_pages = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
+        rows = (45, KV_HEADS, HEAD_DIM)
+        ops.write_pages(draw(*rows), draw(*rows), k_pages, v_pages, batch)
+        out = ops.attention(draw(45, HEADS, HEAD_DIM, scale=2), k_pages, v_pages, batch, HEAD_DIM**-0.5)
+        return {"attention": out, "write_pages k": k_pages.float(), "write_pages v": v_pages.float()}
+
+    return run
+
+
+def routed(rows: int, format: ExpertFormat) -> Run:
+    """Weights that the format holds exactly."""
+    count, inner, k = 12, 512, 8
+    layout = Layout(format, HIDDEN, inner)
+
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        drawing, blob, held = Draws(0, CPU), torch.empty(layout.nbytes, dtype=torch.uint8), []
+        for _ in range(count):
+            layout.encode(drawing(2 * inner, HIDDEN, scale=0.02), drawing(HIDDEN, inner, scale=0.05), blob)
+            held.append(layout.decode(blob))
+        if draw.device == GPU:
+            ops = DeviceOps(ResidentExperts(format, GPU), GPU)
+        packed = ops.pack_experts(*(torch.stack(each) for each in zip(*held, strict=True)))
+        x, weights = draw(rows, HIDDEN), draw(rows, k)
+        ids = draw(rows, count).argsort(dim=1)[:, :k].to(torch.int32).contiguous()
+        return {"experts": ops.experts(x, ids, weights, packed)}
+
+    return run
+
+
+def checks() -> Iterator[tuple[str, Run, float]]:
+    """Name, what to compare, the largest relative error."""
+    for dtype, few, many in ((torch.bfloat16, 1e-4, 1e-2), (torch.float32, 1e-5, 1e-5)):
+        name = str(dtype).removeprefix("torch.")
+        for out, inner in ((1, HIDDEN), (32, HIDDEN), (1024, 512), (513, 1000), (HIDDEN, 4096), (CHANNELS, HIDDEN)):
+            for rows in (1, 5, linear.ROWS, 40):
+                tolerance = few if rows <= linear.ROWS else many
+                yield f"linear {name} {rows} x {out} x {inner}", linears(rows, out, inner, dtype), tolerance
+        yield f"attention {name}", attentions(dtype), 1e-3 if dtype == torch.bfloat16 else 1e-5
+    for rows in (1, 16):
+        yield f"pointwise {rows}", pointwise(rows), 1e-5
+    yield "recurrences", recurrences, 1e-5
+    for name, format in FORMATS.items():
+        for rows in (1, 5, 40):
+            yield f"{rows} rows of {name}", routed(rows, format), 1e-5
+
+
+def check(ops: DeviceOps, seed: int) -> bool:
+    """Prints one line for each result; whether all were right."""
+    right = True
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
+    for number, (name, run, tolerance) in enumerate(checks()):
+        got = run(ops, Draws(seed + number, GPU))
+        want = run(ReferenceOps(), Draws(seed + number, CPU))
+        for part, result in got.items():
+            error = relative_error(result.cpu(), want[part])
+            good = error <= tolerance  # false for NaN
+            right &= good
+            print(f"{'ok   ' if good else 'WRONG'} {name:32} {part:20} {error:.2e}")
+    right &= in_company(ops, seed)
+    torch.use_deterministic_algorithms(False)
+    return right
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """All results are of the order of 1; a single number that happens to be small is not to be held against it."""
+    got, want = got.double(), want.double()
+    least = 0.1 * want.numel() ** 0.5
+    return float(torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want).clamp(min=least))
+
+
+def in_company(ops: DeviceOps, seed: int) -> bool:
+    """Rows give the same bits alone as among others."""
+    draw, same = Draws(seed, GPU), True
+    for out, inner in ((32, HIDDEN), (HIDDEN, 4096), (CHANNELS, HIDDEN)):
+        packed, x = ops.pack(draw(out, inner, dtype=torch.bfloat16)), draw(16, inner)
+        together = ops.linear(x, packed)
+        same &= all(torch.equal(ops.linear(x[i : i + 1], packed)[0], together[i]) for i in range(16))
+    pages, q = draw(80, PAGE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16), draw(2, HEADS, HEAD_DIM)
+    both = make_batch([(1, 2500, 0), (1, 700, 1)], GPU)
+    alone = replace(make_batch([(1, 2500, 0)], GPU), page_table=both.page_table[:1].contiguous())
+    same &= torch.equal(ops.attention(q[:1], pages, pages, alone, 0.1)[0], ops.attention(q, pages, pages, both, 0.1)[0])
+    print(f"{'ok   ' if same else 'WRONG'} rows give the same bits alone and in company")
+    return bool(same)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31))
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args(arguments)
+    ops = DeviceOps(ResidentExperts(FORMATS["bf16"], GPU), GPU)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, seed {options.seed}"
+    )
+    with torch.inference_mode():
+        right = check(ops, options.seed)
+        copying = time_all(ops)
+        if options.tune:
+            tune(copying)
+    print("all right" if right else "WRONG results above")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

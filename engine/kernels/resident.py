@@ -1,0 +1,56 @@
+"""Routed experts that are all on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from engine.experts.layout import ExpertFormat, Layout
+from engine.experts.residency import Decision
+from engine.kernels import experts as kernels
+
+if TYPE_CHECKING:
+    from engine.experts.pool import Pool
+
+_ALIGNMENT = 256
+
+
+class ResidentExperts:
+    """Implements ``engine.kernels.ops.DeviceExperts``: a layer's slots are its experts, in order."""
+
+    def __init__(self, format: ExpertFormat, device: torch.device) -> None:
+        self._format, self._device = format, device
+        self._layers: list[tuple[Layout, Tensor]] = []
+
+    @classmethod
+    def of_pool(cls, pool: Pool, device: torch.device) -> Self:
+        """A copy of all that a pool holds, its layers in order."""
+        experts = cls(pool.layout.format, device)
+        slots = pool.tensor[: pool.layers * pool.experts * pool.stride].view(pool.layers, pool.experts, pool.stride)
+        experts._layers = [(pool.layout, layer.to(device)) for layer in slots]
+        return experts
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        """Raises ValueError for sizes and weights that the format cannot hold. -> the layer's number."""
+        count, hidden, inner = down.shape
+        layout = Layout(self._format, hidden, inner)
+        stride = -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+        slots = torch.zeros(count, stride, dtype=torch.uint8)
+        for expert in range(count):
+            layout.encode(gate_up[expert], down[expert], slots[expert, : layout.nbytes])
+        self._layers.append((layout, slots.to(self._device)))
+        return len(self._layers) - 1
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        layout, slots = self._layers[layer]
+        parts = (ids >= 0).to(torch.int32) * layout.parts
+        decision = Decision(slot=ids, gpu_parts=parts, plan=ids, fetch=ids, counts=ids)  # nothing to fetch, no CPU
+        inner, out = x.new_empty(*ids.shape, layout.inner), x.new_empty(*ids.shape, layout.hidden)
+        y = torch.empty_like(x)
+        if x.shape[0]:
+            kernels.gate_up(x, slots, decision, layout, inner)
+            kernels.down(inner, slots, decision, layout, out)
+            kernels.combine(out, weights, decision, y)
+        return y
