@@ -1,0 +1,104 @@
+"""Routed experts of a model that holds them in host memory: on the device, fetched, or computed by the CPU.
+
+Every layer of a step is the same sequence of work on the device, so that it can be captured into a graph: decide on the
+device; ask the CPU for its part; fetch; compute what is on the device; wait for the CPU; add up. Where experts are
+changes speed, and the last bits of the sums.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from engine.device.driver import Driver
+from engine.device.watchdog import PATIENCE, Watchdog
+from engine.experts.executor import Executor
+from engine.experts.pool import Pool
+from engine.experts.residency import Decision, Residency
+from engine.kernels import experts as kernels
+from engine.kernels.resolve import resolve
+
+
+class OffloadedExperts:
+    """Implements ``engine.kernels.ops.DeviceExperts`` over a pool that holds all experts and an executor for it.
+
+    ``slots``: experts that the device has room for, besides a scratch slot. Layers are packed in order; ``start`` comes
+    after the last one and before the first ``run``. After every step, when its results are there, ``after_step``.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        executor: Executor,
+        driver: Driver,
+        slots: int,
+        device: torch.device,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Raises ValueError without slots, or for more rows times ranks than one decision takes."""
+        ranks = executor.layout.ranks
+        self.pool, self.executor, self._driver, self._device = pool, executor, driver, device
+        self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots, device)
+        self._slots = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=device)
+        self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
+        self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+        self._mailbox = self._pool = 0
+        self._packed = 0
+        self._watchdog = Watchdog(executor, patience)
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        """gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner] into the pool. -> the layer's number."""
+        layer, self._packed = self._packed, self._packed + 1
+        for expert in range(self.pool.experts):
+            self.pool.put(layer, expert, gate_up[expert], down[expert])
+        return layer
+
+    def start(self) -> None:
+        """Map pool and mailbox for the device: filled memory is pinned several times faster. Raises DriverError."""
+        self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
+        self._pool = self._driver.register(self.pool.address(0), _whole_pages(self.pool.nbytes))
+
+    def close(self) -> None:
+        """Nothing may be running on the device. Pool and executor stay."""
+        self._watchdog.close()
+        self._driver.unregister(self.pool.address(0))
+        self._driver.unregister(self.executor.mailbox.data_ptr())
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """As ``Ops.experts``; -1 in ids stands for no expert."""
+        most = self.executor.layout.rows
+        if x.shape[0] <= most:
+            return self._run(x, ids, weights, layer)
+        chunks = zip(x.split(most), ids.split(most), weights.split(most), strict=True)
+        return torch.cat([self._run(*chunk, layer) for chunk in chunks])
+
+    def after_step(self) -> None:
+        """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
+        self._watchdog.check()
+
+    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        layout, box = self.pool.layout, self.executor.layout
+        decision, stream = self._decisions[x.shape[0] - 1], self._stream()
+        out = x.new_empty(*ids.shape, layout.hidden)
+        inner = x.new_empty(*ids.shape, layout.inner)
+        y = torch.empty_like(x)
+
+        resolve(self.residency, ids, layer, decision)
+        self._driver.write64(stream, self._mailbox + box.done, 0)
+        kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
+        kernels.fetch(self._pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
+        kernels.gate_up(x, self._slots, decision, layout, inner)
+        kernels.down(inner, self._slots, decision, layout, out)
+        kernels.arrive(self._mailbox, box)
+        self._driver.wait64(stream, self._mailbox + box.done, 1)
+        kernels.combine(out, weights, decision, y, self._mailbox, box)
+        return y
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

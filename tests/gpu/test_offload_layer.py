@@ -1,0 +1,205 @@
+"""An offloaded layer computes all routed experts, wherever they are: the real executor, kernels in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.device.fake import FakeDriver
+from engine.experts.executor import Executor, ExecutorError
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.offload import OffloadedExperts
+from engine.experts.pool import Pool
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE, Residency
+from engine.layers.reference import ReferenceExperts, ReferenceOps
+
+HIDDEN, INNER, EXPERTS, LAYERS, RANKS, ROWS = 64, 128, 6, 2, 2, 4
+DEVICE = torch.device("cpu")
+
+
+class Case:
+    """Offloaded experts, and the same ones as plain tensors."""
+
+    def __init__(self, name: str, slots: int, inner: int = INNER) -> None:
+        layout = Layout(FORMATS[name], HIDDEN, inner)
+        self.pool = Pool(layout, LAYERS, EXPERTS)
+        self.executor = Executor(self.pool, ROWS, RANKS, threads=1)
+        self.offloaded = OffloadedExperts(self.pool, self.executor, FakeDriver(), slots, DEVICE)
+        generator = torch.Generator().manual_seed(3)
+        self.layers = []
+        for _ in range(LAYERS):
+            gate_up = torch.randn(EXPERTS, 2 * inner, HIDDEN, generator=generator) * 0.2
+            down = torch.randn(EXPERTS, HIDDEN, inner, generator=generator) * 0.2
+            self.layers.append(self.offloaded.pack(gate_up, down))
+        self.offloaded.start()
+        self.twins = [self._twin(layer) for layer in range(LAYERS)]
+
+    def _twin(self, layer: int) -> ReferenceExperts:
+        decoded = [self.pool.layout.decode(self.pool.blob(layer * EXPERTS + one)) for one in range(EXPERTS)]
+        gate_up, down = zip(*decoded, strict=True)
+        return ReferenceExperts(torch.stack(gate_up), torch.stack(down))
+
+    def share(self, share: float) -> None:
+        self.offloaded.residency.share.fill_(round(share * ONE))
+
+    def counted(self) -> list[int]:
+        return self.offloaded.residency.counters.tolist()
+
+    def check(self, rows: int, seed: int, layer: int = 0) -> Tensor:
+        """One layer of one step with random routing; what it gave."""
+        x, ids, weights = routed(rows, seed)
+        y = self.offloaded.run(x, ids, weights, self.layers[layer])
+        self.offloaded.after_step()
+        expected = ReferenceOps().experts(x, ids, weights, self.twins[layer])
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        return y
+
+    def close(self) -> None:
+        self.offloaded.close()
+        self.executor.close()
+
+
+def routed(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, EXPERTS, generator=generator).topk(RANKS, dim=1).indices.int()
+    return torch.randn(rows, HIDDEN, generator=generator), ids, torch.rand(rows, RANKS, generator=generator)
+
+
+@pytest.fixture
+def made() -> Iterator[Any]:
+    cases = []
+
+    def make(name: str = "mxfp4", slots: int = LAYERS * EXPERTS, inner: int = INNER) -> Case:
+        cases.append(Case(name, slots, inner))
+        return cases[-1]
+
+    yield make
+    for case in cases:
+        case.close()
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+def test_everything_resident(made: Any, name: str) -> None:
+    case = made(name)
+    for expert in range(0, EXPERTS, RANKS):
+        ids = torch.arange(expert, expert + RANKS, dtype=torch.int32)[None]
+        for layer in range(LAYERS):
+            case.offloaded.run(torch.ones(1, HIDDEN), ids, torch.ones(1, RANKS), layer)
+    before = case.counted()
+    case.check(2, 1), case.check(3, 2, layer=1)
+    after = case.counted()
+    assert after[FETCHED:] == before[FETCHED:] and after[HITS] > before[HITS]
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+def test_everything_fetched_into_few_slots(made: Any, name: str) -> None:
+    case = made(name, slots=ROWS * RANKS)
+    for seed in range(4):
+        case.check(2, seed, layer=seed % LAYERS)
+    _, fetched, cpu, moved = case.counted()
+    assert cpu == 0 and fetched > 0
+    assert moved * case.pool.layout.parts == fetched * case.pool.layout.nbytes
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "mxfp4"])
+def test_everything_on_the_cpu(made: Any, name: str) -> None:
+    case = made(name)
+    case.share(0)
+    for seed in range(4):
+        case.check(3, seed, layer=seed % LAYERS)
+    hits, fetched, cpu, moved = case.counted()
+    assert (hits, fetched, moved) == (0, 0, 0) and cpu > 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.75])
+@pytest.mark.parametrize("slots", [1, 12])
+def test_splits_and_partial_experts(made: Any, share: float, slots: int) -> None:
+    case = made(slots=slots)
+    case.share(share)
+    for seed in range(4):
+        case.check(1 + seed % 2, seed, layer=seed % LAYERS)
+    assert case.counted()[CPU] > 0 and case.counted()[BYTES] > 0
+
+
+@pytest.mark.parametrize("inner", [32, 96, 160])
+def test_parts_of_different_widths(made: Any, inner: int) -> None:
+    case = made(slots=2, inner=inner)
+    case.share(0.4)
+    for seed in range(3):
+        case.check(2, seed)
+
+
+def test_rows_join_and_leave_without_changing_others(made: Any) -> None:
+    """Where an expert is computed stays the same here, so that the bits must."""
+    x, ids, weights = routed(ROWS, 5)
+    for share in (0.0, 1.0):
+        case = made()
+        case.share(share)
+        together = case.offloaded.run(x, ids, weights, 0)
+        for row in range(ROWS):
+            alone = slice(row, row + 1)
+            assert torch.equal(together[alone], case.offloaded.run(x[alone], ids[alone], weights[alone], 0))
+
+
+def test_more_rows_than_the_executor_takes(made: Any) -> None:
+    case = made(slots=3)
+    case.share(0.5)
+    case.check(2 * ROWS + 1, 7)
+
+
+def test_absent_rows_give_zero(made: Any) -> None:
+    case = made()
+    for share in (0.0, 1.0):
+        case.share(share)
+        x, ids, weights = routed(3, 8)
+        expected = case.offloaded.run(x, ids, weights, 0)[[0, 2]]
+        ids[1] = -1
+        y = case.offloaded.run(x, ids, weights, 0)
+        assert torch.equal(y[1], torch.zeros(HIDDEN))
+        torch.testing.assert_close(y[[0, 2]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_request_that_cannot_be_computed_is_an_error(made: Any) -> None:
+    case = made()
+    x, ids, weights = routed(1, 9)
+    right = case.offloaded.residency
+    case.offloaded.residency = Residency.create(case.pool.layout, LAYERS, EXPERTS + 2, 4, DEVICE)
+    case.share(0)
+    y = case.offloaded.run(x, ids.fill_(EXPERTS + 1), weights, 0)
+    with pytest.raises(ExecutorError, match="expert"):
+        case.offloaded.after_step()
+    assert y.isnan().all()
+    case.offloaded.residency = right
+    case.check(1, 9)  # and the next one is
+
+
+class DeadExecutor:
+    """A mailbox that nobody looks at."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.layout, self.times = executor.layout, executor.times
+        self.mailbox = torch.zeros(self.layout.nbytes + 4096, dtype=torch.uint8)
+        self.mailbox = self.mailbox[-self.mailbox.data_ptr() % 4096 :][: self.layout.nbytes]
+
+    def stalled(self, seconds: float) -> bool:
+        return True
+
+    def check(self) -> None:
+        """It has no errors to tell of."""
+
+
+def test_a_dead_executor_is_an_error(made: Any) -> None:
+    pool, executor = made().pool, DeadExecutor(made().executor)
+    offloaded = OffloadedExperts(pool, cast(Executor, executor), FakeDriver(), 2, DEVICE, patience=0.0)
+    offloaded.start()
+    offloaded.residency.share.fill_(0)
+    for _ in range(2):
+        y = offloaded.run(*routed(2, 1), 0)
+        assert y.isnan().all()
+        with pytest.raises(ExecutorError, match="have not answered"):
+            offloaded.after_step()
+    offloaded.close()
