@@ -8,6 +8,7 @@ run side by side: pairs that share an expert share its read through the L2 cache
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,9 +23,20 @@ FETCHERS = 64
 """Programs that fetch: enough reads in flight for the link, few enough to leave the device to others."""
 CHUNK = 4096
 """Words that one of them moves at a time."""
-GROUPS = {"bf16": 4, "int8": 8, "mxfp4": 16}
-"""Blocks in a tile: 8 KiB of weights, or a little more."""
 COPY = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``blocks`` at a time, by so many ``warps``, with the next ``stages`` - 1 tiles on their way."""
+
+    blocks: int
+    warps: int
+    stages: int
+
+
+TILES = {"bf16": Tile(8, 4, 3), "int8": Tile(8, 4, 1), "mxfp4": Tile(16, 4, 1)}
+"""By format. The same on every GPU: a tile sets the order of the sums."""
 
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
 _WORDS_OF_A_ROW = {"bf16": 32, "int8": 8, "mxfp4": 4}
@@ -53,7 +65,7 @@ class Mailbox(Protocol):
 def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, CHUNK)
-    source = pool.to(tl.pointer_type(tl.int32))
+    source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
     for number in range(tl.load(counts)):
         to = tl.load(fetch + number * 3).to(tl.int64) * words
         origin = tl.load(fetch + number * 3 + 1).to(tl.int64) * words
@@ -131,6 +143,7 @@ def _times_mxfp4(words, x, groups, here, GROUPS: tl.constexpr):
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     pair, panel = tl.program_id(0), tl.program_id(1)
     parts = tl.load(parts_in + pair)
@@ -145,7 +158,7 @@ def _gate_up(
         column = tl.arange(0, 16)
         if KIND == 0:
             gate, up = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
-            for start in range(0, groups, GROUPS):
+            for start in tl.range(0, groups, GROUPS, num_stages=STAGES):
                 here = start + group < groups
                 low, high = _times_bf16(blob + (start + group) * WORDS, row_x, start + group, here, GROUPS)
                 gate += low
@@ -153,7 +166,7 @@ def _gate_up(
             gates, ups = tl.sum(tl.sum(gate, axis=0), axis=0), tl.sum(tl.sum(up, axis=0), axis=0)
         else:
             total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
-            for start in range(0, groups, GROUPS):
+            for start in tl.range(0, groups, GROUPS, num_stages=STAGES):
                 here = start + group < groups
                 where = blob + (start + group) * WORDS
                 if KIND == 1:
@@ -169,6 +182,7 @@ def _gate_up(
 def _down(
     h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     pair, panel = tl.program_id(0), tl.program_id(1)
     parts = tl.load(parts_in + pair)
@@ -183,7 +197,7 @@ def _down(
             lower, upper = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
         else:
             total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
-        for start in range(0, last, GROUPS):
+        for start in tl.range(0, last, GROUPS, num_stages=STAGES):
             group = start + lane
             here = group < last
             # Of each group: its part, where that begins and how wide it is; the down section follows gate and up.
@@ -212,12 +226,13 @@ def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: T
     """silu(gate x) * up x of each pair, for the columns of its first ``decision.gpu_parts`` parts; other columns are
     left as they are. x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
     kind = layout.format.name
+    tile = TILES[kind]
     bounds, offsets = _padded(layout)
     _gate_up[(decision.slot.numel(), layout.inner // HALF)](
         x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4, decision.slot.shape[1],
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[:-1]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=GROUPS[kind], VECTOR=_WORDS_OF_A_ROW[kind],
-        num_warps=4,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=tile.blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -225,12 +240,13 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
     """down of what ``gate_up`` gave, over the same columns. h [rows, k, inner] -> out [rows, k, hidden]; pairs without
     parts on the device are left as they are."""
     kind = layout.format.name
+    tile = TILES[kind]
     bounds, offsets = _padded(layout)
     _down[(decision.slot.numel(), layout.hidden // BLOCK)](
         h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=GROUPS[kind], VECTOR=_WORDS_OF_A_ROW[kind],
-        num_warps=4,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=tile.blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 
