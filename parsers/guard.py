@@ -11,14 +11,21 @@ Other marks are set around the contents of messages and say afterwards where eac
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
 from parsers.alternatives import alternatives
+from parsers.memory import Memory
 
 BREAK = "\udfff"
 SYSTEM, USER, OUTPUT, THOUGHT = "\udffe", "\udffd", "\udffc", "\udffb"
 """Set on both sides of a content of that kind."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_MEMORY = 32 << 20
+
+
+class Fixed(list[object]):
+    """A list that no template may change, because it is handed to others too (``template``)."""
 
 
 class Guard:
@@ -30,9 +37,13 @@ class Guard:
         self._longest = len(names[0]) if names else 0
         self._prefixes = frozenset(name[:n] for name in names for n in range(1, len(name)))
         self._suffixes = frozenset(name[n:] for name in names for n in range(1, len(name)))
+        self._known: Memory[str, str] = Memory(_MEMORY, lambda text, made: sys.getsizeof(text) + sys.getsizeof(made))
 
     def text(self, text: str) -> str:
-        """``text``, harmless."""
+        """``text``, harmless; remembered."""
+        return self._known.of(text, lambda: self._text(text))
+
+    def _text(self, text: str) -> str:
         text = _SURROGATES.sub("\ufffd", text)
         count = 1
         while count:  # again, because tokens may overlap
@@ -53,7 +64,7 @@ class Guard:
             case dict():
                 return {self.text(str(key)): self.value(item) for key, item in value.items()}
             case list() | tuple():
-                return [self.value(item) for item in value]
+                return Fixed(self.value(item) for item in value)
         return value
 
 

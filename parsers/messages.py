@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,6 +18,7 @@ from typing import Literal
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import CallIds, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
+from parsers.memory import Memory
 from parsers.plain_schema import plain_schema
 from parsers.prompt import TurnKind
 from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
@@ -25,6 +27,7 @@ NINE = re.compile("[A-Za-z0-9]{9}")
 ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunks"]
 Calls = Literal["template", "rewritten", "rewritten_bare", "content"]
 Message = dict[str, object]
+_MEMORY = 64 << 20
 
 
 class RenderError(Exception):
@@ -95,6 +98,7 @@ class Planner:
         self, wire_format: Format, guard: Guard, traits: Traits, written_ids: Callable[[Sampled], Sequence[str]]
     ) -> None:
         self._format, self._guard, self._traits, self._written_ids = wire_format, guard, traits, written_ids
+        self._known: Memory[ToolCall, object] = Memory(_MEMORY, lambda call, _: 8 * sys.getsizeof(call.arguments))
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
         """The tools that the template is told of."""
@@ -165,7 +169,7 @@ class Planner:
     def _arguments(self, call: ToolCall) -> object:
         if self._traits.arguments == "text":
             return self._guard.text(arguments_text(call))
-        return self._guard.value(arguments_mapping(call))
+        return self._known.of(call, lambda: self._guard.value(arguments_mapping(call)))
 
     def _output(self, call: ToolCall, identity: str, texts: Sequence[str]) -> Message:
         content, result = self._marked("\n".join(texts), OUTPUT), self._format.result

@@ -8,8 +8,9 @@ behind an assistant header, where every prompt ends that is followed by a sample
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -17,11 +18,15 @@ from typing import Literal
 from parsers.alternatives import alternatives
 from parsers.format import Effort
 from parsers.guard import visible
+from parsers.memory import Memory
 from parsers.tokens import Tokenizer
 
 TurnKind = Literal["system", "user", "assistant", "tool_output"]
 PartKind = Literal["tools", "assistant_header", "thinking", "text", "tool_call", "generation_prompt"]
 SpanKind = TurnKind | PartKind
+_Piece = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids, and the positions of places among them."""
+_MEMORY = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -50,30 +55,63 @@ class Prompt:
     opener: tuple[int, ...] = ()
 
 
-class Edges:
-    """Says where a text may be cut because a control token is on one side: both sides are encoded independently."""
+class Pieces:
+    """Encodes pieces of prompts, and says where in their ids a place of their text is. A piece is remembered as a
+    whole, so that an earlier turn costs one look-up."""
 
-    def __init__(self, control: Collection[str]) -> None:
-        self._control = frozenset(control)
-        self._next = re.compile(alternatives(control))
-        self._sizes = sorted({len(name) for name in control})
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._control = frozenset(tokenizer.control)
+        self._next = re.compile(alternatives(tokenizer.control))
+        self._sizes = sorted({len(name) for name in tokenizer.control})
+        self._numbers = list(range(tokenizer.vocab_size))  # ids are one object each in all that is remembered
+        self._known: Memory[tuple[str, tuple[int, ...], int | None], _Piece] = Memory(_MEMORY, _size)
 
-    def clean(self, text: str, offset: int) -> bool:
+    def of(self, text: str, offsets: tuple[int, ...], before: int | None, remember: bool) -> _Piece:
+        """``offsets`` ascend; ``before`` is the id that precedes the piece."""
+        if not remember:
+            return self._of(text, offsets, before, remember)
+        return self._known.of((text, offsets, before), lambda: self._of(text, offsets, before, remember))
+
+    def _of(self, text: str, offsets: tuple[int, ...], before: int | None, remember: bool) -> _Piece:
+        ids: list[int] = []
+        at = {0: 0}
+        for begin, end in pairwise(
+            sorted({0, len(text), *(offset for offset in offsets if self._clean(text, offset))})
+        ):
+            new = self.tokenizer.encode_trusted(text[begin:end], remember, ids[-1] if ids else before)
+            inside = [offset for offset in offsets if begin < offset < end]
+            if inside:
+                edges = [0, *accumulate(len(self.tokenizer.token_bytes(token)) for token in new)]
+                sizes = (len(visible(text[begin:offset]).encode()) for offset in inside)
+                places = (len(ids) + bisect_right(edges, size) - 1 for size in sizes)
+                at.update(zip(inside, places, strict=True))
+            ids += new
+            at[end] = len(ids)
+        numbers = self._numbers
+        return tuple([numbers[token] for token in ids]), tuple([at[offset] for offset in offsets])
+
+    def _clean(self, text: str, offset: int) -> bool:
+        """May it be cut there because a control token is on one side? Both sides are encoded independently."""
         return bool(self._next.match(text, offset)) or any(
             text[offset - n : offset] in self._control for n in self._sizes
         )
 
 
+def _size(key: tuple[str, tuple[int, ...], int | None], piece: _Piece) -> int:
+    return sys.getsizeof(key[0]) + sum(map(sys.getsizeof, (key, key[1], piece, *piece)))
+
+
 class Writer:
     """Ids and spans as they grow. A place is a number for a position that is known once the text around it is."""
 
-    def __init__(self, tokenizer: Tokenizer, edges: Edges, remember: bool) -> None:
-        self._tokenizer, self._edges, self._remember = tokenizer, edges, remember
+    def __init__(self, pieces: Pieces, remember: bool) -> None:
+        self._pieces, self._remember = pieces, remember
         self._ids: list[int] = []
         self._text: list[str] = []
         self._length = 0
         self._places: list[int] = []
-        self._pending: list[tuple[int, int]] = []  # (offset in the collected text, place)
+        self._pending: list[int] = []  # places in the collected text, as offsets in it
         self._spans: list[tuple[int, int, SpanKind, int]] = []
 
     def text(self, text: str) -> None:
@@ -86,12 +124,11 @@ class Writer:
         self._ids.extend(ids)
 
     def place(self) -> int:
-        self._places.append(-1)
-        self._pending.append((self._length, len(self._places) - 1))
-        return len(self._places) - 1
+        self._pending.append(self._length)
+        return len(self._places) + len(self._pending) - 1
 
     def token_place(self, position: int) -> int:
-        """A place among the ids that are written already."""
+        """A place among the ids that are written already, behind a cut."""
         self._places.append(position)
         return len(self._places) - 1
 
@@ -106,20 +143,15 @@ class Writer:
 
     def cut(self) -> int:
         """What follows is encoded by itself. Returns the number of ids so far."""
-        text = "".join(self._text)
-        offsets = sorted({offset for offset, _ in self._pending if self._edges.clean(text, offset)} | {0, len(text)})
-        pending = sorted(self._pending)
-        self._text, self._length, self._pending = [], 0, []
-        at = {0: len(self._ids)}
-        for begin, end in pairwise(offsets):
-            start = len(self._ids)
+        start = len(self._ids)
+        if self._text:
             before = self._ids[-1] if self._ids else None
-            self._ids.extend(self._tokenizer.encode_trusted(text[begin:end], self._remember, before))
-            inside = [offset for offset, _ in pending if begin < offset < end]
-            at.update(self._positions(text, begin, inside, start))
-            at[end] = len(self._ids)
-        for offset, place in pending:
-            self._places[place] = at[offset]
+            piece = self._pieces.of("".join(self._text), tuple(self._pending), before, self._remember)
+            self._ids.extend(piece[0])
+            self._places.extend([start + position for position in piece[1]])
+        else:
+            self._places.extend([start] * len(self._pending))
+        self._text, self._length, self._pending = [], 0, []
         return len(self._ids)
 
     def finish(self) -> tuple[tuple[int, ...], tuple[Span, ...]]:
@@ -129,16 +161,8 @@ class Writer:
         return tuple(self._ids), tuple(sorted(spans, key=lambda span: (span.start, -span.end)))
 
     def _meet(self, one: int, other: int) -> bool:
-        offsets = {place: offset for offset, place in self._pending}
-        if one in offsets or other in offsets:
-            return offsets.get(one) == offsets.get(other)
-        return self._places[one] == self._places[other]
-
-    def _positions(self, text: str, begin: int, offsets: Sequence[int], start: int) -> dict[int, int]:
-        """Token positions of offsets inside one piece, moved down to the token's start."""
-        if not offsets:
-            return {}
-        edges = [0, *accumulate(len(self._tokenizer.token_bytes(token)) for token in self._ids[start:])]
-        return {
-            offset: start + bisect_right(edges, len(visible(text[begin:offset]).encode())) - 1 for offset in offsets
-        }
+        """Are two places the same?"""
+        known = len(self._places)
+        if max(one, other) < known:
+            return self._places[one] == self._places[other]
+        return min(one, other) >= known and self._pending[one - known] == self._pending[other - known]

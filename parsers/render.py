@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import pairwise
@@ -27,8 +27,9 @@ from parsers.conversation import Conversation, Sampled, Thinking, ToolCall
 from parsers.encoders.message import Encoder
 from parsers.format import Effort, Format
 from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, visible
+from parsers.memory import Memory
 from parsers.messages import Item, Plan, Planner, RenderError, Traits
-from parsers.prompt import Edges, Prompt, Span, SpanKind, TurnKind, Writer
+from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.template import TemplateRefusal
 from parsers.tokens import Tokenizer
 from parsers.turns import Block, Finder, Part, Parts, common
@@ -39,7 +40,8 @@ __all__ = ["Prompt", "RenderError", "Renderer", "Span", "SpanKind", "Traits"]
 
 _KINDS: dict[str, TurnKind] = {SYSTEM: "system", USER: "user", OUTPUT: "tool_output"}
 _MARKED = re.compile(f"([{SYSTEM}{USER}{OUTPUT}])[^{SYSTEM}{USER}{OUTPUT}]*\\1")
-_KNOWN_PARTS = 4096
+_MEMORY = 32 << 20
+_SampledParts = tuple[tuple[int, int, SpanKind], ...]
 
 
 class Renderer:
@@ -53,11 +55,11 @@ class Renderer:
         self._planner = Planner(wire_format, self.guard, traits, self.written_ids)
         self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
         self._tokenizer, self._template = tokenizer, template
-        self._edges = Edges(tokenizer.control)
+        self._pieces = Pieces(tokenizer)
         self._control_text = re.compile(alternatives(tokenizer.control))
         self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
-        self._known: OrderedDict[bytes, tuple[tuple[int, int, SpanKind], ...]] = OrderedDict()
-        self._ids: OrderedDict[tuple[int, ...], Sequence[str]] = OrderedDict()
+        self._known: Memory[tuple[tuple[int, ...], bool], _SampledParts] = Memory(_MEMORY, lambda k, v: _size(k[0], v))
+        self._ids: Memory[tuple[int, ...], Sequence[str]] = Memory(_MEMORY, _size)
 
     def with_traits(self, traits: Traits) -> Renderer:
         """The same for other traits; what knows the vocabulary is shared."""
@@ -102,7 +104,7 @@ class Renderer:
         *blocks, last = blocks
         if not last.assistant or self._finder.end(last.body)[1]:
             raise RenderError("the chat template does not end with a generation prompt")
-        writer = Writer(self._tokenizer, self._edges, remember)
+        writer = Writer(self._pieces, remember)
         _Rendering(self, conversation, plan, writer).write(blocks)
         start = writer.place()
         writer.text(last.header)
@@ -139,17 +141,11 @@ class Renderer:
         """Are there only control tokens and white space?"""
         return not self._control_text.sub("", visible(text)).strip()
 
-    def parts(self, ids: Sequence[int], thinking_open: bool) -> tuple[tuple[int, int, SpanKind], ...]:
+    def parts(self, ids: tuple[int, ...], thinking_open: bool) -> _SampledParts:
         """(start, end, kind) of the parts of sampled ids, end of turn left out; remembered."""
-        key = hashlib.blake2b(bytes([thinking_open]) + b"".join(i.to_bytes(4, "little") for i in ids)).digest()
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._parts_of(ids, thinking_open)
-            if len(self._known) > _KNOWN_PARTS:
-                self._known.popitem(last=False)
-        return known
+        return self._known.of((ids, thinking_open), lambda: self._parts_of(ids, thinking_open))
 
-    def _parts_of(self, ids: Sequence[int], thinking_open: bool) -> tuple[tuple[int, int, SpanKind], ...]:
+    def _parts_of(self, ids: Sequence[int], thinking_open: bool) -> _SampledParts:
         text, starts = self._sampled_text(ids)
         body = text[: self._finder.end(text)[0]]
         parts = self._parts.of(body, thinking_open)
@@ -176,12 +172,7 @@ class Renderer:
         """What the model wrote as ids of its calls, one for each; nothing where the family has none of its own."""
         if self.format.call_ids == "any":
             return ()
-        known = self._ids.get(sampled.ids)
-        if known is None:
-            known = self._ids[sampled.ids] = self._written.of(self._sampled_text(sampled.ids)[0])
-            if len(self._ids) > _KNOWN_PARTS:
-                self._ids.popitem(last=False)
-        return known
+        return self._ids.of(sampled.ids, lambda: self._written.of(self._sampled_text(sampled.ids)[0]))
 
 
 class _Rendering:
@@ -398,6 +389,10 @@ class _Rendering:
             return False
         wanted = self._renderer._tokenizer.encode_trusted(header)
         return list(ids[: len(wanted)]) == wanted
+
+
+def _size(ids: tuple[int, ...], found: Sequence[object]) -> int:
+    return sys.getsizeof(ids) + sum(map(sys.getsizeof, found))
 
 
 def _structure(wire_format: Format) -> Iterator[str]:

@@ -13,6 +13,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_OF_DICTS = frozenset(dir(dict))
+
 
 class TemplateRefusal(Exception):
     """The template does not render this conversation."""
@@ -24,7 +26,12 @@ class TemplateMissing(Exception):
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Templates of one family queue call ids in a list, so lists may grow and shrink. Nothing outlives a rendering by
-    that: what a template is handed is made anew for each one."""
+    that: what a template is handed is made anew for each one, or ``Fixed`` (``guard``)."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICTS:  # the same without its detours over exceptions
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         queue = type(obj) is list and attr in ("append", "pop")

@@ -17,16 +17,15 @@ import json
 import re
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from parsers.alternatives import alternatives
 from parsers.description import BECOME_SIGNS, Spelling, is_ordinary, lengths_after, plain_model, take_lead
+from parsers.memory import Memory
 from parsers.seams import Seams
 from parsers.vocabulary import TokenizerError, read_description
 
@@ -84,9 +83,9 @@ class Tokenizer:
         self._lengths = lengths_after(description.get("normalizer"))
         self._seams = Seams(tokens, self._batch, "(?<" not in json.dumps(plain.get("pre_tokenizer")))
         self._bytes: dict[int, bytes] = {}
-        self._memo: OrderedDict[str, array[int]] = OrderedDict()
-        self._memo_size, self._memo_limit = 0, memo_bytes
-        self._lock = Lock()
+        self._memo: Memory[str, array[int]] = Memory(
+            memo_bytes, lambda text, ids: sys.getsizeof(text) + sys.getsizeof(ids)
+        )
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -121,34 +120,18 @@ class Tokenizer:
 
     def _encode(self, text: str, remember: bool) -> Sequence[int]:
         chunks = self._seams.chunks(text)
-        # Texts that would displace much of what is remembered are not: they are too rare to come again.
-        if not remember or _size(text, ()) > self._memo_limit // 4:
+        if not remember or sys.getsizeof(text) > self._memo.limit // 4:
             return [token for ids in self._batch(chunks) for token in ids]
-        with self._lock:
-            known = {chunk: ids for chunk in chunks if (ids := self._recall(chunk)) is not None}
+        known = {chunk: ids for chunk in chunks if (ids := self._memo.get(chunk)) is not None}
         new = [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
         for chunk, tokens in zip(new, self._batch(new), strict=True):
             known[chunk] = array("I", tokens)
-            self._remember(chunk, known[chunk])
+            self._memo.put(chunk, known[chunk])
         return known[text] if len(chunks) == 1 else [token for chunk in chunks for token in known[chunk]]
 
     def _batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # Only the batch calls let other threads run meanwhile, and this one does not compute offsets.
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _recall(self, text: str) -> array[int] | None:
-        known = self._memo.get(text)
-        if known is not None:
-            self._memo.move_to_end(text)
-        return known
-
-    def _remember(self, text: str, ids: array[int]) -> None:
-        with self._lock:
-            if text not in self._memo:
-                self._memo_size += _size(text, ids)
-            self._memo[text] = ids
-            while self._memo_size > self._memo_limit:
-                self._memo_size -= _size(*self._memo.popitem(last=False))
 
     def least_tokens(self, texts: Iterable[str]) -> int:
         """A number of tokens that no prompt with these texts can have fewer than, told without encoding them.
@@ -218,11 +201,6 @@ class Detokenizer:
 
 def _without_marks(text: str, instead: str) -> str:
     return text if text.isascii() else _SURROGATES.sub(instead, text)
-
-
-def _size(text: str, ids: Sequence[int]) -> int:
-    """Bytes that a remembered piece takes up."""
-    return sys.getsizeof(text) + sys.getsizeof(ids)
 
 
 def _wordy(data: bytes) -> int:

@@ -181,11 +181,11 @@ def test_remembered_pieces_are_bounded(vocabulary: Callable[[str], Path]) -> Non
     tokenizer = Tokenizer(description, memo_bytes=2000)
     for number in range(50):
         assert len(tokenizer.encode(f"{number:010}", remember=True)) == 10
-    kept = list(tokenizer._memo)
+    kept = list(tokenizer._memo._known)
     assert 1 < len(kept) < 50 and kept[-1] == f"{49:010}"
-    assert sum(sys.getsizeof(text) + sys.getsizeof(ids) for text, ids in tokenizer._memo.items()) <= 2000
+    assert sum(sys.getsizeof(text) + sys.getsizeof(ids) for text, ids in tokenizer._memo._known.items()) <= 2000
     assert tokenizer.encode("😀" * 500, remember=True) == tokenizer.encode("😀" * 500)
-    assert list(tokenizer._memo) == kept
+    assert list(tokenizer._memo._known) == kept
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(vocabulary: Callable[[str], Path]) -> None:
