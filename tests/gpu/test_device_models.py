@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from engine.models.fields import read_config
 from engine.models.registry import find_architecture
 from engine.runner import Rows, Runner
 from engine.weights.source import Source
+
+ROOT = Path(__file__).parents[2]
 
 
 class TwinExperts:
@@ -86,3 +91,20 @@ def test_a_sequence_decodes_to_the_same_bits_in_any_company(runners: Callable[[s
 
     for alone, together in zip(logits(False), logits(True), strict=True):
         assert torch.equal(alone, together)
+
+
+def test_pages_and_states_on_a_device_are_not_read_in_place(tmp_path: Path) -> None:
+    directory = write_tiny("qwen3_5_moe", tmp_path / "tiny")
+    ops = ReferenceOps()
+    model = find_architecture(read_config(directory)).build(
+        Loader(Source(directory, "float32"), ops), 512, lambda *_: None
+    )
+    runner = Runner(model, ops, torch.float32, pages=2, slots=2, device=torch.device("meta"))
+    for read in (lambda: runner.page_bytes(0, 1), lambda: runner.state_bytes(0)):
+        with pytest.raises(RuntimeError, match="on meta cannot be read in place"):
+            read()
+
+
+def test_the_engine_loads_where_there_is_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import engine.worker"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
