@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from parsers.codecs.call import Call, Interrupted, Malformed
 from parsers.schema import is_json_object, json_of, quoted, wire_json
 
+_MARKS = re.compile(r'\\.|["\n]', re.DOTALL)
 _WRAPPERS = ("arguments", "parameters")
 """Keys that hold the argument object when it is wrapped once more."""
 
@@ -73,6 +75,29 @@ class Parameters:
             self.call.arguments("}" if self._seen else "{}")
 
 
+class JsonStrings:
+    """Does the text so far, an object or a list, end inside a string?"""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._nested: bool | None = None
+        self._escape = ""
+
+    def feed(self, text: str) -> None:
+        if self._nested is None and text.strip():
+            self._nested = text.lstrip()[0] in "{["
+        if not self._nested:
+            return
+        text, end = self._escape + text, 0
+        for mark in _MARKS.finditer(text):
+            end = mark.end()
+            if mark[0] == "\n":
+                self.inside = False  # no string of JSON goes on in the next line
+            elif mark[0] == '"':
+                self.inside = not self.inside
+        self._escape = "\\" if text.endswith("\\") and end < len(text) else ""
+
+
 class Value:
     """The text of one parameter. It streams where it is certainly a string; without ``lead`` it is dropped."""
 
@@ -91,6 +116,7 @@ class Value:
         self._streams, self._trims = streams, trims
         self._parts: list[str] = []
         self._first, self._held = True, ""
+        self._strings = JsonStrings() if not streams and (json or not types or types & {"object", "array"}) else None
         self.line_start = True
         """The text so far ends a line."""
         if lead and streams:
@@ -100,6 +126,8 @@ class Value:
         """Takes one newline off the front, and holds the last one, across chunks."""
         text = self._call.text_of(text)
         self.line_start = text.endswith("\n")
+        if self._strings:
+            self._strings.feed(text)
         if self._first and self._trims and text.startswith("\n"):
             text = text[1:]
         self._first = False
@@ -107,6 +135,11 @@ class Value:
         if text.endswith("\n"):
             text, self._held = text[:-1], "\n"
         self._add(text)
+
+    @property
+    def in_string(self) -> bool:
+        """The text so far ends inside a string, if it is an object or a list."""
+        return self._strings is not None and self._strings.inside
 
     def _add(self, text: str) -> None:
         if text and self._lead:

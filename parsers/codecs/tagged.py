@@ -19,6 +19,8 @@ _TAG_EDGE = re.compile(r"\s+|(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")
 _CLOSE_VARIANTS = ("/>", "1>", " >")
 """What models write in place of a closer's last bracket."""
 _SPACE_LIMIT = 64
+_STRING_REST = re.compile(r'(?:[^"\\\n\ud800-\udfff]|\\[^\n\ud800-\udfff])*')
+_STRING_LIMIT = 1 << 16
 _LATER_LIMIT = 4096
 """How far the text behind a doubtful end is searched for a better one."""
 
@@ -161,17 +163,18 @@ class TaggedReader(Single):
         """Whether a delimiter inside a value ends it. One with a control token in it does."""
         if certain(stop):
             return True
+        if value.in_string and (yield from _string_goes_on(source)):
+            return False
         at_line = value.line_start or not self._codec.between
         after = self._after_spelled if call.guarded else self._after
         # A call that came without its opener may go on without its closer.
         behind_tail = () if call.guarded else (after,)
         if stop in self._closes:
-            if not self._tail:
-                return (yield from _ahead(source, ((self._stem,),), (after,)))
-            next_call = tuple(self._head + name for name in call.tools)
-            behind = (((self._tail,), *behind_tail), ((self._tail,), next_call))
+            behind: tuple[tuple[tuple[str, ...], ...], ...] = ()
+            if self._tail:
+                behind = (((self._tail,), *behind_tail), ((self._tail,), self._heads(call)))
             return (yield from _ahead(source, ((self._stem,),), (after,), *behind)) or (
-                yield from self._never_ends_later(source)
+                yield from self._never_ends_later(source, call)
             )
         if stop == self._stem:
             return at_line and (yield from self._declared_key(source, call))
@@ -182,10 +185,14 @@ class TaggedReader(Single):
         doubted = stop in self._spelled and not call.guarded
         return (yield from source.follows(self._opens_or_ends if doubted else after))
 
-    def _never_ends_later(self, source: Source) -> Step[bool]:
+    def _heads(self, call: Call) -> tuple[str, ...]:
+        """How calls of the tools begin, behind their opener."""
+        return tuple(self._head + name for name in call.tools)
+
+    def _never_ends_later(self, source: Source, call: Call) -> Step[bool]:
         """Behind a closer: do the tail and text follow, and no better end of the value before the next call or the end
         of all, so that only the call's own closer was forgotten? Consumes nothing."""
-        if not _compare(source.buffer, ((self._tail,),)):
+        if self._tail and not _compare(source.buffer, ((self._tail,),)):
             return False
         at = 0
         while True:
@@ -194,10 +201,15 @@ class TaggedReader(Single):
             if begins > _LATER_LIMIT:
                 return False
             if match and (begins < held or source.ended):
-                better = match[0] == self._codec.close and self._better(source, match.end())
-                if better is not None:
-                    if better or match[0] != self._codec.close:
-                        return not better
+                if match[0] == self._codec.close:
+                    decided = self._better(source, match.end())
+                    if decided:
+                        return False
+                else:
+                    decided = self._beyond(source, call, match)
+                    if decided:
+                        return True
+                if decided is False:
                     at = match.end()
                     continue
             elif source.ended:
@@ -206,6 +218,22 @@ class TaggedReader(Single):
                 return True
             at = begins
             yield
+
+    def _beyond(self, source: Source, call: Call, match: re.Match[str]) -> bool | None:
+        """Whether a delimiter that is no value's closer is beyond all values: certainly, or by what follows it, or by
+        the line that it begins. None while more text may decide."""
+        stop, behind = match[0], source.buffer[match.end() :]
+        if self._tail or certain(stop):
+            return True
+        if stop not in self._fence_opens:
+            found = _compare(behind, (self._after,))
+            if found is None and source.ended and not source.natural:
+                raise Cut
+            return True if found is None and source.ended else found
+        if source.buffer[: match.start()].rstrip(" ")[-1:] not in ("", "\n"):
+            return False
+        verdicts = [_compare(behind, (self._heads(call),)), _compare(behind, (tuple(self._fence_opens),))]
+        return True if True in verdicts else None if None in verdicts and not source.ended else False
 
     def _better(self, source: Source, at: int) -> bool | None:
         """Whether a value properly ends at the closer in front of ``at``; None while more text may decide."""
@@ -232,6 +260,22 @@ class TaggedReader(Single):
         if match is None or match[0] not in (self._openers[quote].typed, self._openers[quote].opened):
             return False
         return not properties or self._clean(rest[: match.start()]) in properties
+
+
+def _string_goes_on(source: Source) -> Step[bool]:
+    """Inside a string of JSON: does it end in this line, as strings do? Consumes nothing."""
+    while True:
+        match = _STRING_REST.match(source.buffer)
+        rest = source.buffer[match.end() :] if match else ""
+        if rest not in ("", "\\"):
+            behind = rest[1:].lstrip(" \t\r\n")
+            if rest[0] != '"' or behind:
+                return rest[0] == '"' and behind[0] in ",:}]"
+        if source.ended and not source.natural:
+            raise Cut
+        if source.ended or len(source.buffer) > _STRING_LIMIT:
+            return False
+        yield
 
 
 def _ahead(source: Source, *paths: tuple[tuple[str, ...], ...]) -> Step[bool]:

@@ -6,7 +6,7 @@ import pytest
 
 from parsers.conversation import Text, Thinking, ToolCall
 from parsers.events import Boundary
-from parsers.source import Source, Stops
+from parsers.source import Source, Stops, certain
 from tests.parsers.parsed import Parsed
 from tests.parsers.wire_support import NAMES, machine
 
@@ -313,3 +313,16 @@ def test_a_token_that_ends_within_a_code_point_straddles_with_all_that_it_has() 
     assert source.token_at(3) == (1, False, "cd")
     source.advance(2)
     assert source.token_at(5) == (2, True, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_delimiter_with_a_control_token_is_never_shown_in_part(name: str) -> None:
+    found = machine(name)
+    form, control = found.format, set(found.tokenizer.control.values())
+    pairs = [pair for pair in (form.think, form.answer, form.call.section) if pair]
+    texts = (form.call.open, *form.ends, *(text for pair in pairs for text in (pair.open, pair.close)))
+    for text in (text for text in texts if certain(found.wire.code(text))):
+        ids = found.tokenizer.encode_trusted(text)
+        for cut in (cut for cut in range(1, len(ids)) if set(ids[:cut]) & control):
+            assert not found.parse(ids[:cut], reason="length").parts
+            assert not found.parse(ids[:cut], reason="stop").parts
