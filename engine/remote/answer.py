@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.api import Admitted, Done, ErrorKind, Failed, FinishReason, Request, Reuse, TokenLogprob, Tokens
 from engine.remote.api import Cached, Chunk, Problem
@@ -94,4 +95,11 @@ class Answer:
             self.sampled += tokens
             sampling = self._request.sampling
             if sampling.max_tokens > 0:
-                yield Tokens(self._request.id, tokens, logprobs if sampling.logprobs is not None else ())
+                yield Tokens(self._request.id, tokens, _best(logprobs, sampling.logprobs))
+
+
+def _best(logprobs: tuple[TokenLogprob, ...], count: int | None) -> tuple[TokenLogprob, ...]:
+    """So many alternatives as were asked for, the likeliest first; None: no log probabilities at all."""
+    if count is None:
+        return ()
+    return tuple(replace(one, top=tuple(sorted(one.top, key=lambda top: -top[1])[:count])) for one in logprobs)
