@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -81,13 +82,18 @@ class Pool:
         self._for_all(lambda flat: self.blob(flat).copy_(samples[flat % len(samples)]), progress, threads)
 
     def _for_all(self, work: Callable[[int], object], progress: Progress, threads: int) -> None:
-        with ThreadPoolExecutor(threads or os.cpu_count() or 1) as workers:
-            waiting = iter(range(len(self)))
-            pending = [workers.submit(work, flat) for flat in islice(waiting, 4 * workers._max_workers)]
-            for done in range(len(self)):
-                pending[done].result()
-                pending += [workers.submit(work, flat) for flat in islice(waiting, 1)]
-                progress(done + 1, len(self))
+        """Each thread does torch's work alone: as many threads again for every one of them would be too many."""
+        count, before = threads or os.cpu_count() or 1, torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+                waiting = iter(range(len(self)))
+                pending = deque(workers.submit(work, flat) for flat in islice(waiting, 2 * count))
+                for done in range(len(self)):
+                    pending.popleft().result()
+                    pending.extend(workers.submit(work, flat) for flat in islice(waiting, 1))
+                    progress(done + 1, len(self))
+        finally:
+            torch.set_num_threads(before)
 
 
 def aligned(nbytes: int, alignment: int) -> Tensor:

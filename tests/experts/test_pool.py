@@ -19,9 +19,10 @@ def weights(layer: int, expert: int) -> tuple[Tensor, Tensor]:
 
 def test_filling() -> None:
     pool = Pool(Layout(FORMATS["mxfp4"], 64, 32), 3, 4)
-    seen = []
+    seen, before = [], torch.get_num_threads()
     pool.fill(weights, lambda done, total: seen.append((done, total)), threads=3)
     assert seen == [(count, 12) for count in range(1, 13)]
+    assert torch.get_num_threads() == before
     assert pool.stride == 3328 and pool.layout.nbytes == 3264
     assert pool.address(0) % ALIGNMENT == 0
     assert pool.address(5) == pool.address(0) + 5 * pool.stride

@@ -1,0 +1,50 @@
+"""The measurement on a tiny pool: its figures hang together, and wrong options are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine import bench_experts
+
+TINY = ["--hidden", "64", "--inner", "96", "--ranks", "3", "--megabytes", "2", "--repeats", "1", "--threads", "1"]
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_experts.main([*TINY, "--rows", "2", "--cpu-time", "--json"]) == 0
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["format"], one["exact"]) for one in reports] == [
+        ("bf16", True),
+        ("int8", True),
+        ("int8", False),
+        ("mxfp4", True),
+        ("mxfp4", False),
+    ]
+    for one in reports:
+        assert one["of_read"] == pytest.approx(one["rate"] / one["read"])
+        assert (one["error"] == 0.0) == one["exact"]
+        assert one["error"] < 0.02
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_experts.main([*TINY, "--formats", "int8"]) == 0
+    assert "of read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "0"], "sizes and counts must be at least 1"),
+        (["--cpu-time", "--threads", "2"], "--cpu-time needs --threads 1"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_experts.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_experts.main([*TINY, "--inner", "40"]) == 1
+    assert "experts need inner to be a multiple of 32, not 40" in capsys.readouterr().err
