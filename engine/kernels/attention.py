@@ -1,7 +1,7 @@
 """Paged attention, and writing the pages.
 
-Flash decoding (arXiv 2205.14135, split over keys): one program per row, key head and range of keys at fixed
-absolute positions reads its keys once for all query heads that share them; a second kernel adds the ranges up in order.
+Flash decoding (arXiv 2205.14135, split over keys): a program for a row, a key head and ranges of keys at fixed
+absolute positions reads each range once for all query heads that share it; a second kernel adds the ranges up in order.
 What a row gives depends on its own length only. Long prefill is right but reads the keys again for every row.
 """
 
@@ -35,6 +35,8 @@ RANGES = 16
 """Ranges added up in one step."""
 ROWS = 16
 """Rows in one launch: bounds the room for what the ranges give."""
+PROGRAMS = 2048
+"""In one launch; a table may have room for many more ranges than its sequences have."""
 LOG2_E = 1.4426950408889634
 
 
@@ -56,17 +58,17 @@ def _ranges(
     PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    local, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    local, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     length = tl.where(sequence < 0, 0, position + 1)
-    begin = split * SPLIT
-    if begin < length:
-        group = heads // kv_heads
-        member, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
-        head = kv_head * group + member
-        here = (member < group)[:, None] & (dim < head_dim)[None, :]
-        at = (first_row + local).to(tl.int64) * heads + head
-        queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
+    group = heads // kv_heads
+    member, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
+    head = kv_head * group + member
+    here = (member < group)[:, None] & (dim < head_dim)[None, :]
+    at = (first_row + local).to(tl.int64) * heads + head
+    queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
+    for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
+        begin = split * SPLIT
         best = tl.full((GROUP,), float("-inf"), tl.float32)
         total = tl.zeros((GROUP,), tl.float32)
         mixed = tl.zeros((GROUP, DIM), tl.float32)
@@ -137,7 +139,7 @@ def attention(
     highest, sums = q.new_empty((room, heads, splits)), q.new_empty((room, heads, splits))
     for first in range(0, rows, ROWS):
         some = min(ROWS, rows - first)
-        _ranges[(some, kv_heads, splits)](
+        _ranges[(some, kv_heads, min(splits, triton.cdiv(PROGRAMS, some * kv_heads)))](
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, SPLIT=tiling.split, TILE=tiling.tile, SEGMENTS=segments,

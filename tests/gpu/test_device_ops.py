@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.kernels import attention
 from engine.kernels.ops import DeviceOps
 from engine.layers.ops import CPU, Batch, Ops
 from engine.layers.reference import ReferenceOps
@@ -219,6 +220,14 @@ def test_a_row_of_attention_is_the_same_in_any_company_and_under_any_width_of_th
     table = both.page_table[:1, :5].contiguous()
     alone = Batch(alone.tokens, alone.positions, alone.segments, table, alone.snapshots, alone.logit_rows)
     assert torch.equal(DEVICE.attention(q[:1], pages, pages, alone, 0.2), together[:1])
+
+
+def test_it_does_not_matter_which_program_of_attention_takes_which_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, batch = Draws(6), make_batch([(1, 700, 0), (1, 90, 1)])
+    pages, q = draw(22, 64, 2, 20), draw(2, 4, 20)
+    many = DEVICE.attention(q, pages, pages, batch, 0.2)
+    monkeypatch.setattr(attention, "PROGRAMS", 1)
+    assert torch.equal(DEVICE.attention(q, pages, pages, batch, 0.2), many)
 
 
 def test_what_lies_beyond_a_sequence_does_not_matter() -> None:
