@@ -48,7 +48,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates in bytes of weights per second, each read once for all ``rows``; medians over sweeps."""
+    """Rates in bytes of weights per second, each read once for all ``rows``; medians over sweeps. ``error`` is relative
+    to the exact result."""
 
     format: str
     exact: bool
@@ -62,7 +63,7 @@ class Measured:
 
 
 def measure(options: Options, name: str) -> Iterator[Measured]:
-    """The format with float32 activations, and where it has them, with rounded ones."""
+    """The format with exact activations and, unless it is bf16, with rounded ones."""
     layout = Layout(FORMATS[name], options.hidden, options.inner)
     experts = -(-options.megabytes * 1_000_000 // layout.nbytes // options.ranks) * options.ranks
     pool = Pool(layout, 1, max(experts, options.ranks))
@@ -136,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("sizes and counts must be at least 1")
     if options.cpu_time and options.threads != 1:
         parser.error("--cpu-time needs --threads 1: it is the time of the thread that asks")
-    table = Table("format", "activations", "GB/s", "read GB/s", "of read", "µs per request", "error")
+    table = Table("format", "activations", "GB/s", "read GB/s", "of read", "µs per request", "off the exact")
     try:
         for name in formats:
             for one in measure(options, name):
@@ -154,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _row(one: Measured) -> tuple[str, ...]:
     return (
         one.format,
-        "float32" if one.exact else "8 bits",
+        "float32" if one.format == "bf16" else "23 bits" if one.exact else "8 bits",
         f"{one.rate / 1e9:.1f}",
         f"{one.read / 1e9:.1f}",
         f"{one.of_read:.0%} ({one.low:.0%} to {one.high:.0%})",

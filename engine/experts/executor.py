@@ -93,9 +93,12 @@ class Executor:
         instruction_set: str = "auto",
         library: Path | None = None,
     ) -> None:
-        """``threads`` 0: one on every core but one, which is left to Python, each bound to its core. Not ``exact``:
-        int8 and mxfp4 are multiplied with activations that are rounded to eight bits, by 32 k; see ``bench_experts``
-        for what that gains and loses. Raises NativeLibraryError, and ValueError for sizes below 1."""
+        """``threads`` 0: one on every core but one, which is left to Python, each bound to its core.
+
+        ``exact``: bf16 is multiplied with float32 activations, int8 and mxfp4 with integers of 23 bits that share a
+        scale by 32 k: no further from the true product than sums in float32. Not ``exact``: with integers of 8 bits,
+        which is faster where the processor and not the memory is the limit, and 1 % off; see ``bench_experts``.
+        Raises NativeLibraryError, and ValueError for sizes below 1."""
         if rows < 1 or ranks < 1 or threads < 0:
             raise ValueError(f"an executor needs rows, ranks and threads, not {rows}, {ranks} and {threads}")
         self._library = load_library(library or find_library())

@@ -129,6 +129,7 @@ def _decode_bf16(data: Tensor) -> Tensor:
 
 
 # ── int8: 32 float16 scales, then [8 v][32 rows][4 b], k = 4 v + b ──────────────────────────────────────────────────
+# Codes are -127 to 127: the kernels negate them.
 
 
 def _encode_int8(blocks: Tensor) -> Tensor:

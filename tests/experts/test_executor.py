@@ -245,7 +245,17 @@ def test_threads_end_with_the_executor(make_pool: MakePool) -> None:
     assert threads() == before
 
 
-def test_a_silent_coordinator_shows(make_pool: MakePool) -> None:
-    executor = Executor(make_pool("int8"), 1, 1, threads=1)
-    assert executor.stalled(-1.0)
-    executor.close()
+def test_a_request_that_takes_too_long_shows(make_pool: MakePool) -> None:
+    pool = make_pool("int8", 1024, 1024, 1, 4)
+    executor = Executor(pool, ROWS, 4, threads=1, instruction_set="scalar")
+    device = Device(executor)
+    plan = torch.stack((torch.arange(4), torch.zeros(4, dtype=torch.int64)), dim=1).int().expand(ROWS, 4, 2)
+    device.lines["done"][0] = 0
+    device.x[:], device.plan[:], device.weights[:] = 1.0, plan, 1.0
+    assert not executor.stalled(60)
+    device.lines["ready"][0] = ROWS << 32 | 1
+    while not executor.stalled(0.05):
+        assert device.lines["done"][0] == 0
+    device.wait("done", 1)
+    while executor.stalled(0.05):
+        time.sleep(0)
