@@ -22,10 +22,11 @@ from rich.table import Table
 from engine.bandwidth import read_probe
 from engine.bandwidth_profile import Profile, ProfileError, Rate, default_profile, machine_name
 from engine.bench_shapes import SHAPES
+from engine.device.driver import CudaDriver, DriverError
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
-from engine.native.library import NativeLibraryError
+from engine.native.library import NativeLibraryError, find_library, load_library
 from engine.native.ops import NativeOps
 
 if TYPE_CHECKING:
@@ -180,7 +181,8 @@ def find_link(library: Path | None) -> Link | None:
         return None
     from engine.device.link import Link  # Triton, which a machine without a GPU need not have
 
-    return Link(library)
+    torch.zeros(1, device="cuda")  # makes the context that the driver needs
+    return Link(CudaDriver(load_library(library or find_library())))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -194,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
             samples = measure(options, find_link(options.library), lambda what: console.print(what, highlight=False))
             profile.add(machine, samples)
         rates = profile.rates(machine)
-    except (NativeLibraryError, ProfileError, OSError, MemoryError) as error:
+    except (NativeLibraryError, DriverError, ProfileError, OSError, MemoryError) as error:
         print(f"ft bench bw: {error}", file=sys.stderr)
         return 1
     if options.json:

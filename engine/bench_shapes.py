@@ -36,24 +36,25 @@ def _hybrid(layers: int, **sizes: int) -> Qwen35MoeConfig:
     )
 
 
-def qwen36(layers: int = 40) -> Qwen35MoeConfig:
+def qwen36(layers: int = 0) -> Qwen35MoeConfig:
     """Qwen3.6-35B-A3B."""
-    return _hybrid(layers, hidden=2048, expert_inner=512, shared_inner=512, top_k=8)
+    return _hybrid(layers or 40, hidden=2048, expert_inner=512, shared_inner=512, top_k=8)
 
 
-def deepseek_v4(layers: int = 43) -> Qwen35MoeConfig:
+def deepseek_v4(layers: int = 0) -> Qwen35MoeConfig:
     """Experts as of DeepSeek-V4-Flash, 8 times as large; the mixers are not its own."""
-    return _hybrid(layers, hidden=4096, expert_inner=2048, shared_inner=2048, top_k=6)
+    return _hybrid(layers or 43, hidden=4096, expert_inner=2048, shared_inner=2048, top_k=6)
 
 
-def tiny(layers: int = 4) -> Qwen35MoeConfig:
+def tiny(layers: int = 0) -> Qwen35MoeConfig:
     """For tests."""
     return _hybrid(
-        layers, hidden=64, expert_inner=128, shared_inner=64, top_k=2, vocab=96, heads=4, kv_heads=2, head_dim=16,
+        layers or 4, hidden=64, expert_inner=128, shared_inner=64, top_k=2, vocab=96, heads=4, kv_heads=2, head_dim=16,
         key_heads=2, key_dim=16, value_heads=4, value_dim=16, experts=8, rotary=8,
     )  # fmt: skip
 
 
+# Layers 0: as many as the model has.
 SHAPES: Mapping[str, Callable[[int], Qwen35MoeConfig]] = {"qwen3.6": qwen36, "deepseek-v4": deepseek_v4, "tiny": tiny}
 
 

@@ -25,15 +25,17 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class Part:
-    """``module`` and its arguments; ``{library}`` stands for the native library that was built. Seconds at most."""
+    """``command``: a module and its arguments, ``{library}`` for the native library that was built. Seconds at most.
+    ``quick``: whether it takes that option."""
 
     summary: str
     command: tuple[str, ...]
     seconds: int
+    quick: bool = True
 
 
 PARTS = {
-    "kernels": Part("model kernels against their torch twins, and their speed", ("engine.kernels.check",), 240),
+    "kernels": Part("model kernels against their torch twins, and their speed", ("engine.kernels.check",), 240, False),
     "experts": Part("expert kernels and residency, likewise", ("engine.kernels.check_experts",), 240),
     "handshake": Part(
         "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60
@@ -67,7 +69,7 @@ def build(folder: Path) -> Path:
 
 def run(part: Part, library: Path, quick: bool) -> tuple[str, float]:
     """How it ended, and seconds."""
-    command = [argument.format(library=library) for argument in part.command] + ["--quick"] * quick
+    command = [argument.format(library=library) for argument in part.command] + ["--quick"] * (quick and part.quick)
     start = time.monotonic()
     try:
         code = subprocess.run(

@@ -17,6 +17,7 @@ from engine.device.watchdog import PATIENCE, Watchdog
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
 from engine.experts.residency import Decision, Residency
+from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels.resolve import resolve
 
@@ -24,8 +25,9 @@ from engine.kernels.resolve import resolve
 class OffloadedExperts:
     """Implements ``engine.kernels.ops.DeviceExperts`` over a pool that holds all experts and an executor for it.
 
-    ``slots``: experts that the device has room for, besides a scratch slot. Layers are packed in order; ``start`` comes
-    after the last one and before the first ``run``. After every step, when its results are there, ``after_step``.
+    ``split``: what goes over the link. ``slots``: experts that the device has room for, besides a scratch slot. Layers
+    are packed in order; ``start`` comes after the last one and before the first ``run``. After every step, when its
+    results are there, ``after_step``.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class OffloadedExperts:
         pool: Pool,
         executor: Executor,
         driver: Driver,
+        split: Split,
         slots: int,
         device: torch.device,
         patience: float = PATIENCE,
@@ -40,6 +43,7 @@ class OffloadedExperts:
         """Raises ValueError without slots, or for more rows times ranks than one decision takes."""
         ranks = executor.layout.ranks
         self.pool, self.executor, self._driver, self._device = pool, executor, driver, device
+        self._split = split
         self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots, device)
         self._slots = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=device)
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
@@ -57,8 +61,9 @@ class OffloadedExperts:
 
     def start(self) -> None:
         """Map pool and mailbox for the device: filled memory is pinned several times faster. Raises DriverError."""
+        self._share()
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
-        self._pool = self._driver.register(self.pool.address(0), _whole_pages(self.pool.nbytes))
+        self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
 
     def close(self) -> None:
         """Nothing may be running on the device. Pool and executor stay."""
@@ -71,12 +76,23 @@ class OffloadedExperts:
         most = self.executor.layout.rows
         if x.shape[0] <= most:
             return self._run(x, ids, weights, layer)
-        chunks = zip(x.split(most), ids.split(most), weights.split(most), strict=True)
-        return torch.cat([self._run(*chunk, layer) for chunk in chunks])
+        chunks = [slice(start, start + most) for start in range(0, x.shape[0], most)]
+        return torch.cat([self._run(x[chunk], ids[chunk], weights[chunk], layer) for chunk in chunks])
+
+    def fix(self, share: float | None) -> None:
+        """The same split for all layers and steps, from now on; None: as it is learnt."""
+        if share is None:
+            self._split.free()
+        else:
+            self._split.fix(share)
+        self._share()
 
     def after_step(self) -> None:
-        """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
+        """Learns from the step's times how to split the next one. Raises ExecutorError when the CPU's part of the step
+        failed or did not come: its results are worth nothing."""
         self._watchdog.check()
+        if self._split.update(self.executor.times, self.residency.work.cpu().numpy()):
+            self._share()
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         layout, box = self.pool.layout, self.executor.layout
@@ -96,9 +112,13 @@ class OffloadedExperts:
         kernels.combine(out, weights, decision, y, self._mailbox, box)
         return y
 
+    def _share(self) -> None:
+        self.residency.share.copy_(torch.from_numpy(self._split.share))
+
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
 
 
-def _whole_pages(nbytes: int) -> int:
+def whole_pages(nbytes: int) -> int:
+    """What is registered of a mapping that has so many bytes; mappings end on a page."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

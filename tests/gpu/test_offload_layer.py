@@ -14,7 +14,8 @@ from engine.experts.executor import Executor, ExecutorError
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
-from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE, Residency
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, Residency
+from engine.experts.split import Split
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
 HIDDEN, INNER, EXPERTS, LAYERS, RANKS, ROWS = 64, 128, 6, 2, 2, 4
@@ -28,13 +29,16 @@ class Case:
         layout = Layout(FORMATS[name], HIDDEN, inner)
         self.pool = Pool(layout, LAYERS, EXPERTS)
         self.executor = Executor(self.pool, ROWS, RANKS, threads=1)
-        self.offloaded = OffloadedExperts(self.pool, self.executor, FakeDriver(), slots, DEVICE)
+        self.offloaded = OffloadedExperts(
+            self.pool, self.executor, FakeDriver(), Split(LAYERS, 1.0, 1.0), slots, DEVICE
+        )
         generator = torch.Generator().manual_seed(3)
         self.layers = []
         for _ in range(LAYERS):
             gate_up = torch.randn(EXPERTS, 2 * inner, HIDDEN, generator=generator) * 0.2
             down = torch.randn(EXPERTS, HIDDEN, inner, generator=generator) * 0.2
             self.layers.append(self.offloaded.pack(gate_up, down))
+        self.offloaded.fix(1.0)
         self.offloaded.start()
         self.twins = [self._twin(layer) for layer in range(LAYERS)]
 
@@ -44,7 +48,7 @@ class Case:
         return ReferenceExperts(torch.stack(gate_up), torch.stack(down))
 
     def share(self, share: float) -> None:
-        self.offloaded.residency.share.fill_(round(share * ONE))
+        self.offloaded.fix(share)
 
     def counted(self) -> list[int]:
         return self.offloaded.residency.counters.tolist()
@@ -145,6 +149,18 @@ def test_rows_join_and_leave_without_changing_others(made: Any) -> None:
             assert torch.equal(together[alone], case.offloaded.run(x[alone], ids[alone], weights[alone], 0))
 
 
+def test_the_split_learns_from_steps(made: Any) -> None:
+    """Every step on both sides has times for the loop, and what it decides is what the next step does."""
+    case = made(slots=3)
+    case.offloaded.fix(None)
+    shares = set()
+    for seed in range(6):
+        case.check(2, seed)
+        shares.add(int(case.offloaded.residency.share[0]))
+    assert len(shares) > 1 and case.executor.times[0, 0] > 0
+    assert case.counted()[CPU] > 0 and case.counted()[FETCHED] > 0
+
+
 def test_more_rows_than_the_executor_takes(made: Any) -> None:
     case = made(slots=3)
     case.share(0.5)
@@ -194,9 +210,11 @@ class DeadExecutor:
 
 def test_a_dead_executor_is_an_error(made: Any) -> None:
     pool, executor = made().pool, DeadExecutor(made().executor)
-    offloaded = OffloadedExperts(pool, cast(Executor, executor), FakeDriver(), 2, DEVICE, patience=0.0)
+    offloaded = OffloadedExperts(
+        pool, cast(Executor, executor), FakeDriver(), Split(LAYERS, 1.0, 1.0), 2, DEVICE, patience=0.0
+    )
+    offloaded.fix(0.0)
     offloaded.start()
-    offloaded.residency.share.fill_(0)
     for _ in range(2):
         y = offloaded.run(*routed(2, 1), 0)
         assert y.isnan().all()

@@ -1,0 +1,183 @@
+"""Times decoding on a GPU that does not hold the experts, against what the machine's own bandwidths allow.
+
+A model of published sizes with random weights; the experts that each step needs are drawn so that a given share of them
+is on the device. The bound is that of a machine that reads everything once at the bandwidths measured in the same run:
+the dense weights and the experts that hit from device memory, the others over the link and by the CPU at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from engine.bench_shapes import SHAPES
+from engine.device.driver import DriverError
+from engine.experts.executor import ExecutorError
+from engine.experts.layout import FORMATS
+from engine.native.library import NativeLibraryError
+
+EXAMPLES = """examples:
+  ft bench offload                                     Qwen3.6-35B-A3B in MXFP4 with 8 GB for experts
+  ft bench offload --format bf16 --layers 20           as many layers as host memory holds
+  ft bench offload --shape deepseek-v4 --layers 12 --caps 8,24,32 --hits 70,90
+"""
+
+SYNC = 5e-6
+"""Seconds that a layer's exchange with the CPU takes at the least."""
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes per second, measured in the same run: the device's memory; the link alone and the CPU's experts alone; and
+    both together at once, which memory may limit."""
+
+    device: float
+    link: float
+    cpu: float
+    both: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes of a step: ``dense`` is read by the device in any case, ``routed`` are all experts of all layers."""
+
+    layers: int
+    dense: float
+    routed: float
+
+    def seconds(self, hits: float, bandwidths: Bandwidths) -> float:
+        """At the least, when a share ``hits`` of the routed bytes is on the device."""
+        missing = (1 - hits) * self.routed
+        together = min(bandwidths.both, bandwidths.link + bandwidths.cpu)
+        on_device = (self.dense + hits * self.routed) / bandwidths.device
+        return on_device + missing / together + (self.layers * SYNC if missing else 0.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table. Shares are of experts' parts; seconds are medians of one step; ``gap`` is what a step
+    takes besides the graph."""
+
+    gigabytes: float
+    resident: float
+    wanted: float
+    hits: float
+    fetched: float
+    seconds: float
+    gap: float
+    bound: float
+
+    @property
+    def fraction(self) -> float:
+        """Of the bound."""
+        return self.bound / self.seconds
+
+
+def show(title: str, bandwidths: Bandwidths, resident: float | None, results: Sequence[Result]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(
+        f"device {bandwidths.device / 1e9:.0f}, link {bandwidths.link / 1e9:.1f}, CPU {bandwidths.cpu / 1e9:.1f}, "
+        f"link and CPU at once {bandwidths.both / 1e9:.1f} GB/s",
+        highlight=False,
+    )
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "GB", "on the device", "hits wanted", "hits", "fetched", "ms", "tok/s", "bound tok/s", "of bound", "gap us"
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for one in results:
+        table.add_row(
+            f"{one.gigabytes:g}", f"{one.resident:.0%}", f"{one.wanted:.0%}", f"{one.hits:.1%}", f"{one.fetched:.1%}",
+            f"{1e3 * one.seconds:.2f}", f"{1 / one.seconds:.1f}", f"{1 / one.bound:.1f}", f"{one.fraction:.0%}",
+            f"{1e6 * one.gap:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    if resident is not None:
+        line = f"all experts on the device, nothing to decide: {1e3 * resident:.2f} ms, {1 / resident:.1f} tok/s"
+        without = [one.seconds for one in results if one.hits == 1]
+        if without:
+            line += f"; a step without a miss takes {min(without) / resident - 1:+.1%}"
+        console.print(line, highlight=False)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ft bench offload",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.6", help="default: %(default)s")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="mxfp4", help="of experts (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=0, help="default: as many as the model has")
+    parser.add_argument(
+        "--caps", type=numbers, default=[8.0], metavar="GB,...", help="device memory for experts (default: 8)"
+    )
+    parser.add_argument(
+        "--hits", type=numbers, default=[40.0, 70.0, 90.0, 100.0], metavar="%,...",
+        help="share of experts on the device (default: 40,70,90,100)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=60, help="to time for each (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=1, help="sequences decoded at once, to 16 (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence (default: %(default)s)")
+    parser.add_argument(
+        "--split", type=float, default=None, metavar="SHARE",
+        help="of the missing parts, fixed, to go over the link, 0 to 1 (default: a closed loop decides)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounded", action="store_true", help="CPU experts of int8 and mxfp4 round activations to int8"
+    )
+    parser.add_argument("--no-resident", action="store_true", help="do not time all experts on the device")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: every core but one)")
+    parser.add_argument("--library", type=Path, metavar="FILE", help="the native library, if it is not installed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args(arguments)
+    if options.layers < 0 or options.threads < 0 or options.context < 1 or options.steps < 1:
+        parser.error("--layers, --threads, --context and --steps cannot be negative")
+    if not 1 <= options.rows <= 16 or not all(cap > 0 for cap in options.caps):
+        parser.error("--rows is from 1 to 16, and --caps are above 0")
+    if not all(0 <= hits <= 100 for hits in options.hits) or not 0 <= (options.split or 0) <= 1:
+        parser.error("--hits are from 0 to 100 and --split from 0 to 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("ft bench offload: there is no GPU; ft bench decode times the CPU alone", file=sys.stderr)
+        return 1
+    from engine.device.bench import Bench  # Triton, which a machine without a GPU need not have
+
+    tell = Console(stderr=True)
+    try:
+        bench = Bench(options, lambda text: tell.print(text, highlight=False))
+        resident = None if options.no_resident else bench.all_resident()
+        results = [one for cap in options.caps for one in bench.capped(cap)]
+        bench.close()
+    except (NativeLibraryError, DriverError, ExecutorError, MemoryError) as error:
+        print(f"ft bench offload: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        lines = [{**asdict(one), "fraction": one.fraction} for one in results]
+        found = {"title": bench.title, "bandwidths": asdict(bench.bandwidths), "resident": resident, "results": lines}
+        print(json.dumps(found))
+    else:
+        show(bench.title, bench.bandwidths, resident, results)
+    return 0 if all(math.isfinite(one.seconds) for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

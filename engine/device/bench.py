@@ -1,0 +1,228 @@
+"""The GPU side of ``ft bench offload``: builds the model, forces its routing, times its steps."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.bandwidth import read_probe
+from engine.bench_bandwidth import measure_experts
+from engine.bench_offload import Bandwidths, Result, Work
+from engine.bench_shapes import SHAPES, RandomSource
+from engine.bench_trace import ForcedRouting
+from engine.device.driver import CudaDriver
+from engine.device.graph import DecodeSteps
+from engine.device.link import Link, Timed
+from engine.experts.executor import Executor
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.offload import OffloadedExperts
+from engine.experts.pool import Pool
+from engine.experts.split import Split
+from engine.kernels.linear import DeviceWeight
+from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.resident import ResidentExperts
+from engine.layers.loader import Loader
+from engine.models.qwen3_5_moe import Qwen35Moe
+from engine.native.library import find_library, load_library
+from engine.native.ops import NativeOps
+from engine.runner import Rows, Runner
+
+_SAMPLES, _SECONDS = 3, 0.2
+"""Of each bandwidth."""
+_SETTLE = 24
+"""Steps before those that are timed: the split finds its share."""
+
+
+class Experts:
+    """Experts that are in the pool already; what computes them can be changed between steps."""
+
+    now: DeviceExperts
+
+    def __init__(self) -> None:
+        self._layers = 0
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        self._layers += 1
+        return self._layers - 1
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        return self.now.run(x, ids, weights, layer)
+
+
+class ForcedOps(DeviceOps):
+    """The operations, but the routers' choices are read from ``routing``; counts the bytes of linear layers."""
+
+    routing: ForcedRouting
+
+    def __init__(self, experts: DeviceExperts, device: torch.device) -> None:
+        super().__init__(experts, device)
+        self.bytes = 0
+        self._calls = 0
+
+    def pack(self, weight: Tensor) -> DeviceWeight:
+        self.bytes += weight.nbytes
+        return super().pack(weight)
+
+    def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        _, weights = super().route(logits, k, renormalize)
+        layer, self._calls = self._calls % self.routing.ids.shape[0], self._calls + 1
+        return self.routing.ids[layer], weights
+
+
+class Bench:
+    """One model; ``tell`` is told of progress. Raises what building pool, executor, driver and model raise."""
+
+    def __init__(self, options: argparse.Namespace, tell: Callable[[str], None]) -> None:
+        self._options, self._tell = options, tell
+        self._device = torch.device("cuda")
+        config = SHAPES[options.shape](options.layers)
+        layout = Layout(FORMATS[options.format], config.hidden, config.expert_inner)
+        layers = len(config.kinds)
+        self.title = f"{options.shape}, {layers} layers, {options.format}, {options.rows} x {options.context} tokens"
+        library = options.library or find_library()
+
+        start = time.perf_counter()
+        self._pool = Pool(layout, layers, config.experts)
+        self._pool.fill_random()
+        tell(f"pool of {self._pool.nbytes / 1e9:.1f} GB filled in {time.perf_counter() - start:.1f} s")
+        self._executor = Executor(
+            self._pool, options.rows, config.top_k, options.threads, exact=not options.rounded, library=library
+        )
+        self._experts = Experts()
+        self._ops = ForcedOps(self._experts, self._device)
+        self._ops.routing = ForcedRouting(layers, config.experts, options.rows, config.top_k, self._device)
+        source = RandomSource(torch.bfloat16, self._device)
+        model = Qwen35Moe(config, Loader(source, self._ops, self._device), config.context, lambda *_: None)
+        self._driver = CudaDriver(load_library(library))
+        tell(f"memory operations: {'yes' if self._driver.memory_operations else 'no, host functions instead'}")
+        pages = -(-(options.context + 4096) // PAGE)
+        self._runner = Runner(
+            model, self._ops, torch.bfloat16,
+            pages=options.rows * pages + 1, slots=options.rows + 2, device=self._device,
+        )  # fmt: skip
+        for tensor in (*self._runner.cache.keys, *self._runner.cache.values, *self._runner.cache.states):
+            tensor.zero_()
+        self._steps = 0
+        self._pages = pages
+        self._link = Link(self._driver)
+        self.bandwidths = self._measure()
+        self._work = Work(layers, self._dense_bytes(), layers * config.top_k * layout.nbytes)
+
+    def all_resident(self) -> float:
+        """Seconds of the median step when all experts are on the device and nothing is decided."""
+        self._experts.now = ResidentExperts.of_pool(self._pool, self._device)
+        self._ops.routing.draw(torch.zeros(len(self._pool), dtype=torch.int32, device=self._device), 1.0)
+        steps = self._decode_steps()
+        self._tell("all experts on the device")
+        for _ in range(_SETTLE):
+            self._step(steps)
+        return median(self._step(steps)[0] for _ in range(self._options.steps))
+
+    def capped(self, gigabytes: float) -> Iterator[Result]:
+        """For every wanted share of hits that so much memory for experts allows."""
+        options, pool = self._options, self._pool
+        slots = min(len(pool), int(gigabytes * 1e9) // pool.stride - 1)
+        experts = OffloadedExperts(pool, self._executor, self._driver, self._split(), slots, self._device)
+        experts.start()
+        self._experts.now = experts
+        steps = self._decode_steps()
+        self._prime(experts, steps)
+        for wanted in options.hits:
+            if wanted == 100 or slots < len(pool):
+                self._tell(f"{gigabytes:g} GB for experts, {wanted:g} % on the device")
+                yield self._time(experts, steps, gigabytes, wanted / 100)
+        experts.close()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _time(self, experts: OffloadedExperts, steps: DecodeSteps, gigabytes: float, wanted: float) -> Result:
+        for _ in range(_SETTLE):
+            self._step(steps, experts, wanted)
+        before = experts.residency.counters.tolist()
+        times = [self._step(steps, experts, wanted) for _ in range(self._options.steps)]
+        hits, fetched, left = (
+            after - earlier for after, earlier in zip(experts.residency.counters.tolist()[:3], before[:3], strict=True)
+        )
+        share = hits / (hits + fetched + left)
+        return Result(
+            gigabytes=gigabytes,
+            resident=experts.residency.slots / len(self._pool),
+            wanted=wanted,
+            hits=share,
+            fetched=fetched / (hits + fetched + left),
+            seconds=median(whole for whole, _ in times),
+            gap=median(whole - graph for whole, graph in times),
+            bound=self._work.seconds(share, self.bandwidths),
+        )
+
+    def _prime(self, experts: OffloadedExperts, steps: DecodeSteps) -> None:
+        """Fetch until every slot is used."""
+        self._tell(f"{experts.residency.slots} slots")
+        per_step = self._work.layers * self._options.rows * self._executor.layout.ranks
+        experts.fix(1.0)
+        for _ in range(2 * math.ceil(experts.residency.slots / per_step) + 1):
+            self._step(steps, experts, 0.0)
+        experts.fix(self._options.split)
+
+    def _split(self) -> Split:
+        """Begins with what each side does alone."""
+        part = self._pool.layout.nbytes / self._pool.layout.parts
+        return Split(self._pool.layers, 1e9 * part / self.bandwidths.cpu, 1e9 * part / self.bandwidths.link)
+
+    def _step(
+        self, steps: DecodeSteps, experts: OffloadedExperts | None = None, wanted: float = 1.0
+    ) -> tuple[float, float]:
+        """Seconds from when the tokens are known until the next ones are; and of the graph alone."""
+        if experts is not None:
+            self._ops.routing.draw(experts.residency.slot_of, wanted)
+        position = self._options.context + self._steps % PAGE
+        self._steps += 1
+        parts = [
+            Rows((1,), position, range(row * self._pages, (row + 1) * self._pages), row + 1)
+            for row in range(self._options.rows)
+        ]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        timed = Timed(0)
+        tokens = steps.run(parts)
+        timed.end()
+        tokens.tolist()
+        if experts is not None:
+            experts.after_step()
+        return time.perf_counter() - start, timed.seconds()
+
+    def _decode_steps(self) -> DecodeSteps:
+        """Greedy; the page and the state that no sequence has come last."""
+        scratch = self._options.rows * self._pages, self._options.rows + 1
+        return DecodeSteps(
+            self._runner.model, self._runner.cache, lambda logits: logits.argmax(dim=1),
+            pages=self._pages, scratch=scratch, device=self._device,
+        )  # fmt: skip
+
+    def _dense_bytes(self) -> float:
+        """What a step reads and writes besides experts: linear weights, states twice, keys and values."""
+        manifest, options = self._runner.model.manifest, self._options
+        context = options.context / PAGE * manifest.page_bytes(torch.bfloat16)
+        return float(self._ops.bytes + options.rows * (2 * manifest.slot_bytes + context))
+
+    def _measure(self) -> Bandwidths:
+        read = read_probe(NativeOps(threads=self._options.threads, library=self._options.library))
+        for _ in range(_SAMPLES + 1):
+            read.sample()
+        found = measure_experts(self._executor, self._link, _SAMPLES, _SECONDS)
+        both = median(cpu + link for cpu, link in zip(found["both.cpu"], found["both.link"], strict=True))
+        return Bandwidths(
+            device=median(self._link.device_copies(_SAMPLES)),
+            link=median(found["link"]),
+            cpu=median(found["cpu"]),
+            both=max(both, read.rate),
+        )

@@ -1,0 +1,300 @@
+"""Parts of ``engine.device.check``: what joins the GPU, the CPU's experts and the driver."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.bandwidth import read_probe
+from engine.bench_shapes import RandomSource, qwen36
+from engine.device.driver import CudaDriver
+from engine.device.graph import DecodeSteps
+from engine.experts.executor import Executor
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.offload import OffloadedExperts
+from engine.experts.pool import Pool
+from engine.experts.split import Split
+from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.resident import ResidentExperts
+from engine.layers.loader import Loader
+from engine.models.qwen3_5_moe import Qwen35Moe
+from engine.native.library import load_library, supported_instruction_sets
+from engine.native.ops import NativeOps
+from engine.runner import Rows, Runner
+
+GPU = torch.device("cuda")
+TOLERANCE = {"layer": 1e-4, "step": 1e-2}
+"""Relative error of the whole result against experts that are all on the device."""
+_ROUND_TRIPS = 200
+
+
+class Failure(Exception):
+    """A result that is wrong."""
+
+
+def report(name: str, value: str, right: bool = True) -> None:
+    print(f"{name:58} {value:>28} {'' if right else '  WRONG'}", flush=True)
+    if not right:
+        raise Failure(name)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """NaN is an error without bound."""
+    relative = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return relative if relative == relative else float("inf")
+
+
+def small_pool(name: str, layers: int, experts: int) -> Pool:
+    """Experts of Qwen3.6's size, each its own."""
+    layout = Layout(FORMATS[name], 2048, 512)
+    pool = Pool(layout, layers, experts)
+    generator = torch.Generator().manual_seed(4)
+    samples = torch.randn(2, 3 * 512, 2048, generator=generator) * 0.03
+    pool.fill(lambda layer, expert: _rolled(samples, layer * experts + expert))
+    return pool
+
+
+def _rolled(samples: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    weights = samples[number % 2].roll((number * 7, number * 13), dims=(0, 1))
+    return weights[:1024], weights[1024:].t().contiguous()
+
+
+# ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def handshake(library: Path, quick: bool) -> None:
+    pool = Pool(Layout(FORMATS["mxfp4"], 64, 64), 1, 2)
+    executor = Executor(pool, 1, 1, library=library)
+    box = executor.layout
+    executor.mailbox[box.plan : box.plan + 8].view(torch.int32).fill_(-1)  # a request without work
+    x = torch.zeros(1, device=GPU)
+    loaded = load_library(library)
+    for memory_operations in (True, False):
+        driver = CudaDriver(loaded, memory_operations)
+        what = "memory operations" if driver.memory_operations else "host functions"
+        if memory_operations and not driver.memory_operations:
+            report("memory operations", "not on this driver")
+            continue
+        start = driver.register(executor.mailbox.data_ptr(), box.nbytes)
+
+        def ask(kernel: bool, driver: CudaDriver = driver, start: int = start) -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            driver.write64(stream, start + box.done, 0)
+            driver.write64(stream, start + box.ready, 1 << 32 | 1)
+            if kernel:
+                x.add_(1)
+            driver.wait64(stream, start + box.done, 1)
+
+        for kernel in (False, True):
+            times = graph_times(lambda kernel=kernel: ask(kernel), _ROUND_TRIPS, 30)  # type: ignore[misc]
+            with_kernel = ", a small kernel between" if kernel else ""
+            report(f"round trip by {what}{with_kernel}", f"{1e6 * min(times):.2f} us, median {1e6 * median(times):.2f}")
+        driver.unregister(executor.mailbox.data_ptr())
+    report("small kernel", f"{1e6 * median(graph_times(lambda: x.add_(1), _ROUND_TRIPS, 30)):.2f} us")
+    executor.check()
+    executor.close()
+
+
+def graph_times(work: Callable[[], object], count: int, repeats: int) -> list[float]:
+    """Seconds of one of ``count`` calls captured into a graph, for each replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            work()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / count)
+    return times
+
+
+def executor(library: Path, quick: bool) -> None:
+    """Right for every instruction set; then as fast as memory?"""
+    reads = NativeOps(library=library)
+    probe = read_probe(reads)
+    for _ in range(6):
+        probe.sample()
+    report(f"memory, read by {reads.threads} threads", f"{probe.rate / 1e9:.1f} GB/s")
+    del probe, reads
+    for name in FORMATS:
+        pool = small_pool(name, 1, 16)
+        x, ids, weights, plan = routed(4, 8, 16)
+        want = expected(pool, x, ids, weights)
+        for instruction_set in supported_instruction_sets(load_library(library)):
+            for exact in (True, False) if name != "bf16" else (True,):
+                one = Executor(pool, 4, 8, exact=exact, instruction_set=instruction_set, library=library)
+                off = error(one.run(0, x, plan, weights), want)
+                report(
+                    f"{name}, {instruction_set}{'' if exact else ', rounded'}", f"off by {off:.1e}",
+                    off < (1e-5 if exact else 2e-2),
+                )  # fmt: skip
+                one.close()
+        pool = Pool(pool.layout, 1, max(64, (1 if quick else 3) * 10**9 // pool.layout.nbytes))
+        pool.fill_random()
+        for exact in (True, False) if name != "bf16" else (True,):
+            one = Executor(pool, 1, 8, exact=exact, library=library)
+            seconds = _requests(one, 64 if quick else 256)
+            rate = 8 * pool.layout.nbytes / seconds / 1e9
+            report(f"{name}{'' if exact else ', rounded'}, {one.threads} threads", f"{rate:.1f} GB/s")
+            one.close()
+
+
+def _requests(executor: Executor, count: int) -> float:
+    """Seconds of the median request for eight experts that no cache has."""
+    pool, times = executor.pool, []
+    x, weights = torch.randn(1, pool.layout.hidden), torch.ones(1, 8)
+    for number in range(count):
+        chosen = (8 * number + torch.arange(8)) % pool.experts
+        plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
+        times.append(_seconds(lambda plan=plan: executor.run(0, x, plan, weights)))  # type: ignore[misc]
+    return median(times[count // 4 :])
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def routed(rows: int, ranks: int, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, weights, and a plan that leaves everything to the CPU."""
+    x = torch.randn(rows, 2048)
+    ids = torch.rand(rows, experts).topk(ranks, dim=1).indices.int()
+    plan = torch.stack((ids, torch.zeros_like(ids)), dim=2)
+    return x, ids, torch.rand(rows, ranks), plan
+
+
+def expected(pool: Pool, x: Tensor, ids: Tensor, weights: Tensor, layer: int = 0) -> Tensor:
+    """In float64, from what the blobs decode to."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
+            gate_up, down = (each.double() for each in pool.layout.decode(pool.blob(layer * pool.experts + expert)))
+            gate, up = (gate_up @ x[row].double()).chunk(2)
+            y[row] += weight * (down @ (torch.nn.functional.silu(gate) * up))
+    return y
+
+
+def fixed(layers: int, share: float) -> Split:
+    split = Split(layers, 1.0, 1.0)
+    split.fix(share)
+    return split
+
+
+def layer(library: Path, quick: bool) -> None:
+    """One offloaded layer, eager, wherever its experts are."""
+    loaded = load_library(library)
+    for name in ("mxfp4",) if quick else FORMATS:
+        pool = small_pool(name, 2, 32)
+        executor = Executor(pool, 16, 8, library=library)
+        for memory_operations in (True, False):
+            for slots, share in ((63, 1.0), (9, 1.0), (9, 0.0), (9, 0.4), (1, 0.15)):
+                experts = OffloadedExperts(
+                    pool, executor, CudaDriver(loaded, memory_operations), fixed(2, share), slots, GPU
+                )
+                experts.start()
+                worst = 0.0
+                for rows in (1, 3, 16, 1):
+                    x, ids, weights, _ = routed(rows, 8, 32)
+                    y = experts.run(x.to(GPU), ids.to(GPU), weights.to(GPU), rows % 2)
+                    torch.cuda.synchronize()
+                    experts.after_step()
+                    worst = max(worst, error(y.cpu(), expected(pool, x, ids, weights, rows % 2)))
+                by = "" if memory_operations else ", host functions"
+                report(f"{name}, {slots} slots, {share:.0%} over the link{by}", f"off by {worst:.1e}", worst < 1e-4)
+                experts.close()
+        executor.close()
+
+
+def step(library: Path, quick: bool) -> None:
+    """Decode steps as graphs: against the same forward without one, and against experts that are all on the device."""
+    config, steps_to_take = qwen36(4), 16 if quick else 64
+    pool = Pool(Layout(FORMATS["mxfp4"], config.hidden, config.expert_inner), 4, config.experts)
+    pool.fill_random()
+    cpu = Executor(pool, 4, config.top_k, library=library)
+    device = OffloadedExperts(pool, cpu, CudaDriver(load_library(library)), fixed(4, 1.0), 300, GPU)
+    device.start()
+    parts = [Rows((7 + row,), 0, (row,), row + 1, logits=True) for row in range(4)]
+    resident: DeviceExperts = ResidentExperts.of_pool(pool, GPU)
+    runs: list[tuple[DeviceExperts, bool, float]] = [(resident, False, 1.0), (resident, True, 1.0)]
+    runs += [(device, True, share) for share in (1.0, 0.4, 0.0)]
+    found: list[list[Tensor]] = []
+    for experts, graph, share in runs:
+        device.fix(share)
+        ops = DeviceOps(_Filled(experts), GPU)
+        model = Qwen35Moe(config, Loader(RandomSource(torch.bfloat16, GPU), ops, GPU), PAGE, lambda *_: None)
+        runner = Runner(model, ops, torch.bfloat16, pages=6, slots=6, device=GPU)
+        for tensor in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
+            tensor.zero_()
+        made = DecodeSteps(model, runner.cache, lambda logits: logits, pages=1, scratch=(5, 5), device=GPU)
+        found.append(_decode(runner, made if graph else None, parts, steps_to_take))
+        if experts is device:
+            device.after_step()
+        what = ("all on the device" if experts is not device else f"{share:.0%} over the link") + (
+            ", one graph" if graph else ""
+        )
+        worst = max(error(got, want) for got, want in zip(found[-1], found[0], strict=True))
+        same = sum(bool((a.argmax(1) == b.argmax(1)).all()) for a, b in zip(found[-1], found[0], strict=True))
+        report(f"step, {what}", f"off by {worst:.1e}, {same} of {steps_to_take} equal", worst < TOLERANCE["step"])
+    device.close()
+    cpu.close()
+
+
+def _decode(runner: Runner, steps: DecodeSteps | None, parts: Sequence[Rows], count: int) -> list[Tensor]:
+    """Logits of every step; the tokens are given, so that runs are comparable."""
+    logits = []
+    for number in range(count):
+        moved = [Rows((part.tokens[0] + number,), number, part.table, part.slot, logits=True) for part in parts]
+        out = runner.forward(moved) if steps is None else steps.run(moved)
+        torch.cuda.synchronize()
+        logits.append(out.clone())
+    return logits
+
+
+class _Filled:
+    """Experts whose weights are there already."""
+
+    def __init__(self, experts: DeviceExperts) -> None:
+        self._experts, self._layers = experts, 0
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        self._layers += 1
+        return self._layers - 1
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        return self._experts.run(x, ids, weights, layer)
+
+
+PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "step": step}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(time.time_ns())
+    torch.zeros(1, device=GPU)
+    try:
+        PARTS[options.part](options.library, options.quick)
+    except Failure as failure:
+        print(f"wrong: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
