@@ -22,6 +22,7 @@ from engine.refusal import refuse
 from engine.remote.answer import Answer
 from engine.remote.api import Address, Cached, Checkpoint, Dialect, Facts, Problem, RemoteError
 from engine.remote.identify import identify
+from engine.remote.sse import events
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ MAX_BACKOFF_SECONDS = 8.0
 _TIMEOUT = httpx.Timeout(connect=5.0, read=None, write=60.0, pool=None)
 """A first token may take as long as it takes: whether the engine lives is told by its health."""
 
+_GONE = "the remote engine is gone, or not as it was; it is looked for"
+"""For clients; where it is, and what is wrong with it, is for whoever runs this server."""
 _LACKS = {
     "checkpoints": "what is kept for later, and where, is the remote engine's choice",
     "store": "what it computed is not ours to keep, verify or forget; sessions and their exact tokens are kept here",
@@ -73,7 +76,7 @@ class RemoteClient:
         self._connected = asyncio.Event()
         self._doubt = asyncio.Event()
         self._closed = False
-        self._why = "the remote engine is gone; it is looked for"
+        self._why = _GONE
         self._open: dict[str, _Open] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter(requests=0, aborted=0, failed=0, prompt_tokens=0, cached_tokens=0)
@@ -113,6 +116,10 @@ class RemoteClient:
             lacks["seeds"] = "equal seeds give equal answers when it is started with --enable-deterministic-inference"
         if self._counts["unreported"] and not self._counts["reported"]:
             lacks["reuse"] = "it tells what it reused when it is started with --enable-prompt-tokens-details"
+        if facts.repeats:
+            lacks["increments"] = (
+                "each event has the whole answer, unless it is started with --incremental-streaming-output"
+            )
         if not facts.same_vocabulary:
             lacks["vocabulary"] = "it cannot be asked whether its tokens are ours: it has no /tokenize"
         return lacks
@@ -175,7 +182,7 @@ class RemoteClient:
         dialect, facts = self._spoken
         self._refuse(request, self._info, dialect, facts)
         silence = Cached() if self._counts["reported"] else None
-        entry = _Open(Inbox(), Answer(request, self.title, self._checkpoint.vocab_size, silence))
+        entry = _Open(Inbox(), Answer(request, dialect.title, self._checkpoint.vocab_size, silence))
         self._open[request.id] = entry
         self._counts["requests"] += 1
         entry.task = asyncio.create_task(self._ask(request, entry, dialect, facts), name=f"remote {request.id}")
@@ -226,7 +233,7 @@ class RemoteClient:
     def _refuse(self, request: Request, info: ModelInfo, dialect: Dialect, facts: Facts) -> None:
         """Raises EngineError."""
         if request.background or request.sampling.forced is not None:
-            raise EngineError("invalid", f"{self.title} only answers: {_LACKS['idle_prefill']}")
+            raise EngineError("invalid", f"{dialect.title} only answers: {_LACKS['idle_prefill']}")
         if request.sampling.constraint is not None and not facts.grammars:
             message = (
                 f"{dialect.title} does not hold answers to our grammars as it is set up, and this request needs one (a "
@@ -264,12 +271,7 @@ class RemoteClient:
                 return
             if not dialect.reports_first:
                 entry.inbox.decided.set()
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
-                    continue
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    break
+            async for data in events(response):
                 self._heard = time.monotonic()
                 for reply in answer.take(dialect.chunk(data, answer.sampled, facts)):
                     self._put(request.id, entry, reply)
@@ -315,7 +317,7 @@ class RemoteClient:
         if self._misses >= MISSES and self._info is not None:
             self.lost += 1
             self._note(f"{self.title} is gone; looking for it")
-            self._end("the remote engine is gone; it is looked for")
+            self._end(_GONE)
 
     def _end(self, why: str) -> None:
         """No engine any more."""
@@ -334,8 +336,8 @@ class RemoteClient:
                 return await self.connect()
             except RemoteError as error:
                 if str(error) != told:
-                    self._note(str(error))
-                told = self._why = str(error)
+                    told = str(error)
+                    self._note(told)
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_BACKOFF_SECONDS)
 

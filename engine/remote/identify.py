@@ -14,6 +14,7 @@ from engine.api import Request, Sampling
 from engine.remote.answer import Answer
 from engine.remote.api import Address, Checkpoint, Chunk, Dialect, Facts, RemoteError
 from engine.remote.sglang import SGLang
+from engine.remote.sse import events
 from engine.remote.vllm import VLLM
 
 ASK_SECONDS = 10.0
@@ -57,13 +58,10 @@ class _Asking:
         """The events of a short answer; the last one may be a problem. Raises RemoteError."""
         body = dialect.body(request, facts)
         response = await self._request("POST", dialect.path, body, PROBE_SECONDS)
-        answer, chunks = Answer(request, dialect.title, vocab_size), []
         if response.status_code != 200:
             return []
-        for line in response.text.splitlines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                continue
+        answer, chunks = Answer(request, dialect.title, vocab_size), []
+        async for data in events(response):
             chunk = dialect.chunk(data, answer.sampled, facts)
             list(answer.take(chunk))
             chunks.append(chunk)

@@ -37,6 +37,8 @@ from tests.server.support import _Uvicorn
 
 CONTEXT = 8192
 JSON = dict[str, Any]
+ODD = "\u2028\x85\u2029é"
+"""Stands unescaped in the events, as text does in the real ones."""
 
 
 @dataclass
@@ -272,7 +274,7 @@ class SGLangDouble(Double):
                 meta["output_token_logprobs"] = [[-0.5, token, None] for token in shown[span]]
                 others = range(body["top_logprobs_num"])
                 meta["output_top_logprobs"] = [[[-0.5 - n, token + n, None] for n in others] for token in shown[span]]
-            return {"text": None, "output_ids": shown[span], "meta_info": meta}
+            return {"text": ODD, "output_ids": shown[span], "meta_info": meta}
 
         problem: JSON = {"message": say.problem, **({"code": say.code} if say.code else {})}
         return self._streamed(body["rid"], prompt, say, ids, event, None, {"error": problem})
@@ -312,7 +314,7 @@ class VLLMDouble(Double):
 
         def event(begin: int, end: int, done: bool) -> JSON:
             tokens = shown[begin:end]
-            choice: JSON = {"index": 0, "text": "x" * len(tokens), "finish_reason": None, "stop_reason": None}
+            choice: JSON = {"index": 0, "text": ODD, "finish_reason": None, "stop_reason": None}
             if self.token_ids and body.get("return_token_ids"):
                 choice["token_ids"] = tokens
                 if begin == 0:
@@ -355,7 +357,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _event(body: JSON) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 class Listening:
@@ -383,6 +385,10 @@ class Listening:
         """At once, as a process that is killed."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = self._server.force_exit = True
+            for listener in self._server.servers:
+                listener.close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             await self._task
             self._server = self._task = None
 
