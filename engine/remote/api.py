@@ -48,14 +48,16 @@ class Checkpoint:
 class Facts:
     """What a remote engine said of itself, or was seen to do.
 
-    ``repeats``: each event holds the whole answer up to then, not what is new. ``seeds``: equal seeds give equal
-    answers. ``token_ids``: it has a field for them; else they come as names of log probabilities. ``grammars``: it
-    follows ours. ``same_vocabulary``: it was asked, and has ours; else it cannot be asked.
+    ``context_length``: 0 until it is known; no request may have the last ``spare`` tokens of what it says. ``weights``:
+    their version. ``repeats``: each event holds the whole answer up to then, not what is new. ``seeds``: equal seeds
+    give equal answers. ``token_ids``: it has a field for them; else they come as names of log probabilities.
+    ``grammars``: it follows ours. ``same_vocabulary``: it was asked, and has ours; else it cannot be asked.
     """
 
     version: str
     model: str
     context_length: int
+    spare: int = 0
     weights: str = ""
     repeats: bool = False
     seeds: bool = True
@@ -108,6 +110,10 @@ class Dialect(Protocol):
     path: str
     reports_first: bool
     grammar_hint: str
+
+    def variants(self, facts: Facts) -> tuple[Facts, Facts]:
+        """How it may write token ids: as its facts say, or else in another way."""
+        ...
 
     def body(self, request: Request, facts: Facts) -> dict[str, Any]: ...
 

@@ -249,7 +249,7 @@ class RemoteClient:
         answer = entry.answer
         try:
             await self._events(request, entry, dialect, facts)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             _log.warning("request %s: %s: %s", request.id, type(error).__name__, error)
             if not entry.inbox.decided.is_set():
                 await self._check()  # whoever asks again asks an engine that is there
@@ -257,10 +257,11 @@ class RemoteClient:
             self._put(request.id, entry, answer.lost("broke the connection"))
         except ValueError as error:
             _log.warning("request %s: %s", request.id, error)
-            self._put(request.id, entry, answer.nonsense("what cannot be read; the log has more"))
+        finally:
+            self._put(request.id, entry, answer.nonsense("what cannot be read"))  # whatever happened, it has ended
 
     async def _events(self, request: Request, entry: _Open, dialect: Dialect, facts: Facts) -> None:
-        """Raises httpx.TransportError, ValueError."""
+        """Raises httpx.RequestError, ValueError."""
         answer, body = entry.answer, json.dumps(dialect.body(request, facts)).encode()
         # For what stands between: a gateway that sends a session's requests to one of several engines.
         keys = {"x-session-id": request.session, "x-smg-routing-key": request.session} if request.session else {}
@@ -295,7 +296,7 @@ class RemoteClient:
 
     async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
         """That a request has ended; its connection is closed already."""
-        with contextlib.suppress(httpx.TransportError):
+        with contextlib.suppress(httpx.RequestError):
             await self._http.post(path, content=json.dumps(body).encode(), timeout=HEALTH_SECONDS)
 
     # ── whether it lives ──────────────────────────────────────────────────────────────────────────────────────────
@@ -306,7 +307,7 @@ class RemoteClient:
             well = (await self._http.get("/health", timeout=HEALTH_SECONDS)).status_code < 500
         except httpx.ConnectError:
             self._misses, well = MISSES, False
-        except httpx.TransportError:
+        except httpx.RequestError:
             well = False
         finally:
             self._asking = False

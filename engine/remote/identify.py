@@ -74,7 +74,7 @@ class _Asking:
         content = None if body is None else json.dumps(body).encode()
         try:
             response = await self._http.request(method, path, content=content, timeout=timeout)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise RemoteError(
                 f"no engine answers at {url} ({error or type(error).__name__}): start it, or name another --engine"
             ) from error
@@ -101,11 +101,13 @@ def _object(response: httpx.Response) -> dict[str, Any]:
 async def _sglang(asking: _Asking, info: Mapping[str, Any]) -> Facts:
     """Of the arguments that it was started with, two change what its answers are."""
     server = await asking.get("/server_info") or await asking.get("/get_server_info")
-    context = server.get("context_length")
+    context, most = server.get("context_length"), server.get("max_req_input_len")
+    limits = [context if isinstance(context, int) else 0, most + 2 if isinstance(most, int) else 0]
     return Facts(
         version=str(server.get("version", "")),
         model=str(info["model_path"]),
-        context_length=context if isinstance(context, int) else 0,
+        context_length=min(filter(None, limits), default=0),
+        spare=1,  # some versions want less than their context, and a prompt of at most max_req_input_len
         weights=str(info.get("weight_version") or ""),
         repeats=not (server.get("incremental_streaming_output") or server.get("stream_output")),
         seeds=bool(server.get("enable_deterministic_inference")),
@@ -127,7 +129,7 @@ async def _model(asking: _Asking, dialect: Dialect, facts: Facts, checkpoint: Ch
     chosen = entries[names.index(wanted) if wanted else 0] if entries else {}
     length = chosen.get("max_model_len")
     limits = [size for size in (length, facts.context_length) if isinstance(size, int) and size > 0]
-    context = min(limits, default=checkpoint.context_length)
+    context = min(limits, default=checkpoint.context_length) - facts.spare
     if context <= 0:
         raise RemoteError(
             f"{dialect.title} at {asking.address.url} does not say how long its context is, nor does "
@@ -151,10 +153,10 @@ async def _vocabulary(asking: _Asking, dialect: Dialect, facts: Facts, checkpoin
 
 
 async def _speaks_ids(asking: _Asking, dialect: Dialect, facts: Facts, checkpoint: Checkpoint) -> Facts:
-    """How it gives token ids back, seen in an answer of one token. Raises RemoteError."""
-    request = Request(uuid4().hex, checkpoint.prompt, Sampling(max_tokens=1, temperature=0.0))
+    """How it gives token ids back, seen in an answer of a few tokens. Raises RemoteError."""
+    request = Request(uuid4().hex, checkpoint.prompt, Sampling(max_tokens=3, temperature=0.0))
     problem = "it sends no token ids"
-    for seen in (facts, replace(facts, token_ids=False)):
+    for seen in dialect.variants(facts):
         try:
             chunks = await asking.answer(dialect, seen, request, checkpoint.vocab_size)
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -47,6 +48,10 @@ class SGLang:
     path = "/generate"
     reports_first = True
     grammar_hint = "--grammar-backend llguidance"
+
+    def variants(self, facts: Facts) -> tuple[Facts, Facts]:
+        """What stands before it may hide how it was started."""
+        return facts, replace(facts, repeats=not facts.repeats)
 
     def body(self, request: Request, facts: Facts) -> dict[str, Any]:
         sampling = request.sampling

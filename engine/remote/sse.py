@@ -8,7 +8,7 @@ import httpx
 
 
 async def events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each event. Raises httpx.TransportError, ValueError."""
+    """The data of each event. Raises httpx.RequestError, ValueError."""
     rest = b""
     async for part in response.aiter_bytes():
         # At line feeds alone: JSON may hold other ends of lines as they are, U+2028 for one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -54,6 +55,10 @@ class VLLM:
     path = "/v1/completions"
     reports_first = False
     grammar_hint = "--structured-outputs-config.backend guidance, and without a --reasoning-parser"
+
+    def variants(self, facts: Facts) -> tuple[Facts, Facts]:
+        """Older versions do not know ``return_token_ids``."""
+        return facts, replace(facts, token_ids=False)
 
     def body(self, request: Request, facts: Facts) -> dict[str, Any]:
         sampling = request.sampling

@@ -99,7 +99,7 @@ class Double:
     ) -> tuple[Say, list[int]]:
         if tuple(prompt) == self._ours.prompt:
             self.probes += 1
-            ids = self._led(grammar) if grammar and self.grammars else list(self.family.tokenizer.encode("no"))
+            ids = self._led(grammar) if grammar and self.grammars else list(self.family.tokenizer.encode("nothing"))
             return Say("", "stop" if grammar and self.grammars else "length"), ids[:most]
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
@@ -217,12 +217,13 @@ class Double:
 
 class SGLangDouble(Double):
     """``repeats``: each event has the whole answer, as without ``--incremental-streaming-output``. ``tiers``: it has a
-    hierarchical cache, whose host has ``host`` tokens of what is cached."""
+    hierarchical cache, whose host has ``host`` tokens of what is cached. ``hidden``: it does not tell how it was
+    started."""
 
     def __init__(self, family: Family, say: Callable[[str], Say | str] | Say | str = "", **more: Any) -> None:
         super().__init__(family, say, **more)
         self.kind = "sglang"
-        self.repeats, self.tiers, self.host, self.deterministic = True, False, 0, True
+        self.repeats, self.tiers, self.host, self.deterministic, self.hidden = True, False, 0, True, False
 
     def routes(self) -> list[tuple[str, Callable[[Request], Any]]]:
         own = [("/get_model_info", self._model), ("/get_server_info", self._server), ("/generate", self._generate)]
@@ -234,10 +235,13 @@ class SGLangDouble(Double):
         )
 
     async def _server(self, _: Request) -> Response:
+        if self.hidden:
+            return JSONResponse({"detail": "Not Found"}, 404)
         return JSONResponse(
             {
                 "version": "0.5.9",
                 "context_length": None,
+                "max_req_input_len": CONTEXT - 6,
                 "stream_output": not self.repeats,
                 "enable_deterministic_inference": self.deterministic,
             }
