@@ -1,0 +1,90 @@
+"""How much of what a layer misses goes over the link: a closed loop on when both sides were done.
+
+CPU and link work at the same time, so the best share lets them end together: cpu / (cpu + link), in ns per part while
+both work. What a part costs is measured in every step (an exponential average); fixed costs show as dearer parts, so
+the loop settles where the times are equal all the same. Where both together take longer than the better one alone, as
+when they starve each other of memory bandwidth, that one does everything; the costs then drift back to those of each
+alone, and after some thousand steps both are tried again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.experts.residency import CPU, FETCHED, ONE
+
+_WEIGHT = 1 / 8
+"""Of the newest measurement."""
+_DRIFT = 1 / 2048
+"""How fast costs that cannot be measured go back to those of each side alone."""
+_HOLD = 0.5
+"""Parts: a share that is closer to its target stays."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class Split:
+    """Shares for ``layers`` layers. ``cpu_ns`` and ``link_ns``: what a part takes on each side alone, to begin with."""
+
+    def __init__(self, layers: int, cpu_ns: float, link_ns: float) -> None:
+        if layers < 1 or not (cpu_ns > 0 and link_ns > 0):
+            raise ValueError(f"a split needs layers and times above 0, not {layers}, {cpu_ns} and {link_ns}")
+        self._cpu_alone, self._link_alone = np.full(layers, cpu_ns), np.full(layers, link_ns)
+        self._cpu, self._link = self._cpu_alone.copy(), self._link_alone.copy()
+        self._target = np.zeros(layers)
+        self._aim()
+        self._share = self._target.copy()
+        self._fixed: float | None = None
+
+    @property
+    def share(self) -> npt.NDArray[np.int32]:
+        """int32 [layers], as ``Residency.share`` takes it."""
+        share = self._share if self._fixed is None else np.full_like(self._share, self._fixed)
+        return np.rint(share * ONE).astype(np.int32)
+
+    def fix(self, share: float) -> None:
+        """The same share for all layers and steps, for results that can be repeated."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share is between 0 and 1, not {share}")
+        self._fixed = share
+
+    def free(self) -> None:
+        """Back to what was measured."""
+        self._fixed = None
+
+    def update(self, times: npt.NDArray[np.int64], work: npt.NDArray[np.int32]) -> bool:
+        """After a step: ``times`` [layers, 3] as the executor has them (ns until the CPU was done, ns until the device
+        was; they count where the CPU had work) and ``work`` [layers, 3] as ``Residency`` has it. Whether ``share``
+        changed. While it is fixed nothing is learnt."""
+        if self._fixed is not None:
+            return False
+        on_cpu, on_link = work[:, CPU], work[:, FETCHED]
+        cpu, link = times[:, 0] / np.maximum(on_cpu, 1), times[:, 1] / np.maximum(on_link, 1)
+        both, one = (on_cpu > 0) & (on_link > 0), (on_cpu > 0) ^ (on_link > 0)
+        measured = both & self._pays  # on the way to one side, the other's few parts tell little
+        _blend(self._cpu, cpu, measured, _WEIGHT)
+        _blend(self._link, link, measured, _WEIGHT)
+        _blend(self._cpu_alone, cpu, one & (on_cpu > 0), _WEIGHT)  # the link's alone is not measured
+        drifts = one | (both & ~self._pays)
+        _blend(self._cpu, self._cpu_alone, drifts, _DRIFT)
+        _blend(self._link, self._link_alone, drifts, _DRIFT)
+        self._aim()
+
+        missing = on_cpu + on_link
+        step = self._target - self._share
+        part = 1 / np.maximum(missing, 1)
+        moves = (missing > 0) & ((np.abs(step) >= _HOLD * part) | (self._target == 0) | (self._target == 1))
+        step = np.where(moves, np.clip(step, -part, part), 0.0)
+        self._share += step
+        return bool(step.any())
+
+    def _aim(self) -> None:
+        together = self._cpu * self._link / (self._cpu + self._link)
+        alone = np.where(self._link_alone < self._cpu_alone, 1.0, 0.0)
+        self._pays = together <= np.minimum(self._cpu_alone, self._link_alone)
+        self._target = np.where(self._pays, self._cpu / (self._cpu + self._link), alone)
+
+
+def _blend(average: Floats, new: Floats, where: npt.NDArray[np.bool_], weight: float) -> None:
+    np.add(average, (new - average) * weight, out=average, where=where)

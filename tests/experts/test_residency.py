@@ -1,0 +1,200 @@
+"""What must hold of every decision, whatever was routed; and what policies are good for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.replay import choose_policy, hit_rate, resolved_hit_rate, synthetic
+from engine.experts.residency import (
+    BYTES,
+    CPU,
+    ENTRIES,
+    FETCHED,
+    HITS,
+    ONE,
+    SHIFT,
+    SPAN,
+    WINDOW,
+    Decision,
+    Residency,
+    decayed,
+    link_parts,
+    lru,
+    policies,
+    resolve,
+    used,
+    wrap,
+)
+
+DEVICE = torch.device("cpu")
+LAYOUT = Layout(FORMATS["int8"], 32, 160)
+LAYERS = 2
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[int, int, str, list[tuple[int, int, list[list[int]]]]]:
+    """Experts, slots, policy; for each call layer, share and ids: rows of different experts, or of padding."""
+    experts, ranks = draw(st.integers(4, 24)), draw(st.integers(1, 4))
+    row = st.one_of(
+        st.just([-1] * ranks),
+        st.lists(st.integers(0, experts - 1), min_size=ranks, max_size=ranks, unique=True),
+    )
+    rows = st.integers(1, 4).flatmap(lambda count: st.lists(row, min_size=count, max_size=count))
+    share = st.one_of(st.sampled_from([0, ONE // 2, ONE]), st.integers(0, ONE))
+    call = st.tuples(st.integers(0, LAYERS - 1), share, rows)
+    policy = draw(st.sampled_from(sorted(policies(LAYERS))))
+    return experts, draw(st.integers(1, 40)), policy, draw(st.lists(call, min_size=1, max_size=25))
+
+
+@given(calls())
+@settings(max_examples=60, deadline=None)
+def test_every_decision(drawn: tuple[int, int, str, list[tuple[int, int, list[list[int]]]]]) -> None:
+    experts, slots, policy, sequence = drawn
+    state = Residency.create(LAYOUT, LAYERS, experts, slots, DEVICE)
+    state.follow(policies(LAYERS)[policy])
+    parts = state.parts
+    for layer, share, rows in sequence:
+        state.share.fill_(share)
+        ids, decision = torch.tensor(rows, dtype=torch.int32), Decision.create(len(rows), len(rows[0]), DEVICE)
+        before, counters = state.slot_of.tolist(), state.counters.tolist()
+        resolve(state, ids, layer, decision)
+        after, owner = state.slot_of.tolist(), state.owner.tolist()
+
+        assert all(after[flat] == slot for slot, flat in enumerate(owner) if flat >= 0)  # inverse of each other
+        assert all(owner[slot] == flat for flat, slot in enumerate(after) if slot >= 0)
+
+        active = {expert for row in rows for expert in row if expert >= 0}
+        missing = {expert for expert in active if before[layer * experts + expert] < 0}
+        assert all(after[layer * experts + expert] == before[layer * experts + expert] for expert in active - missing)
+
+        fetches = decision.fetch[: int(decision.counts[0])].tolist()
+        brought = {flat: (slot, some) for slot, flat, some in fetches}
+        assert len(brought) == len(fetches) == len({slot for slot, _, _ in fetches})
+        assert {flat - layer * experts for flat in brought} <= missing
+        on_link = sum(some for _, some in brought.values())
+        budget = link_parts(len(missing) * parts, share)
+        assert on_link <= budget
+        if slots >= len(active):
+            assert on_link == budget
+        assert sum(some < parts for _, some in brought.values()) <= 1
+
+        on_cpu = 0
+        outputs = (decision.slot.tolist(), decision.gpu_parts.tolist(), decision.plan.tolist())
+        for row, slot_row, parts_row, plan_row in zip(rows, *outputs, strict=True):
+            for expert, slot, done, (planned, first) in zip(row, slot_row, parts_row, plan_row, strict=True):
+                if expert < 0:
+                    assert (slot, done, planned) == (-1, 0, -1)
+                    continue
+                flat = layer * experts + expert
+                assert (planned, first) == ((expert, done) if done < parts else (-1, 0))  # every part exactly once
+                on_cpu += planned >= 0
+                holder = brought[flat] if flat in brought else (before[flat], parts if before[flat] >= 0 else 0)
+                assert (slot, done) == holder
+                assert slot < slots or (slot == slots and after[flat] < 0)  # the scratch slot keeps nothing
+        assert int(decision.counts[1]) == on_cpu
+
+        change = [now - then for now, then in zip(state.counters.tolist(), counters, strict=True)]
+        assert change[HITS] == (len(active) - len(missing)) * parts
+        assert change[FETCHED] == on_link
+        assert change[CPU] == len(missing) * parts - on_link
+        assert change[BYTES] == sum(LAYOUT.offsets[some] for _, some in brought.values())
+        assert state.work[layer].tolist() == change[:3]
+
+
+@given(st.integers(0, 1024), st.integers(0, ONE))
+def test_parts_of_the_link(units: int, share: int) -> None:
+    parts = link_parts(units, share)
+    assert parts == math.floor(units * share / ONE + 0.5)
+    assert 0 <= parts <= units
+    assert link_parts(units, 0) == 0
+    assert link_parts(units, ONE) == units
+
+
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, SPAN), st.sampled_from([32, 128]))
+def test_a_use_adds_as_frequencies_do(now: int, ago: int, half_life: int) -> None:
+    bump = np.array(decayed(half_life).bump, dtype=np.int32)
+    exact = 256 * math.log2(1 + 2 ** (-ago / 256))
+    added = wrap(used(wrap(now - ago), now, bump) - now)
+    assert abs(added - exact) <= 0.5 + (1 << SHIFT) / 2
+    assert used(wrap(now - ago), now, np.zeros(ENTRIES, np.int32)) == now
+    assert used(now, wrap(now - ago), np.zeros(ENTRIES, np.int32)) == now
+
+
+def decide(state: Residency, ids: list[int], layer: int = 0) -> Decision:
+    decision = Decision.create(1, len(ids), DEVICE)
+    resolve(state, torch.tensor([ids], dtype=torch.int32), layer, decision)
+    return decision
+
+
+def test_most_recently_active_misses_are_fetched_first() -> None:
+    state = Residency.create(LAYOUT, LAYERS, 16, 8, DEVICE)
+    state.share.fill_(0)
+    for ids in ([9, 4], [7, 3], [3, 12]):
+        decide(state, ids)
+    state.share.fill_(ONE * 5 // 16)
+    fetched = decide(state, [9, 7, 3, 1]).fetch[:2].tolist()
+    assert [(flat, parts) for _, flat, parts in fetched] == [(3, 4), (7, 1)]
+    assert fetched[1][0] == 8  # in the scratch slot
+
+
+def test_free_slots_go_first_then_the_least_valuable() -> None:
+    state = Residency.create(LAYOUT, LAYERS, 16, 4, DEVICE)
+    state.follow(lru(LAYERS))
+    assert decide(state, [5, 6]).slot.tolist() == [[0, 1]]
+    assert decide(state, [7]).slot.tolist() == [[2]]
+    decide(state, [5])
+    assert decide(state, [8]).slot.tolist() == [[3]]
+    assert decide(state, [9, 5]).slot.tolist() == [[1, 0]]
+    assert state.slot_of[6] == -1
+
+
+def test_the_window_moves_on() -> None:
+    state = Residency.create(LAYOUT, LAYERS, 1000, 700, DEVICE)
+    assert decide(state, [1]).slot.tolist() == [[0]]
+    assert decide(state, [2]).slot.tolist() == [[WINDOW]]
+    decide(state, [2])  # nothing to fetch
+    assert decide(state, [3]).slot.tolist() == [[0]] if 3 * WINDOW % 700 == 0 else [[2 * WINDOW]]
+
+
+@pytest.mark.parametrize(("half_life", "text"), [(0, "power of two"), (33, "power of two"), (512, "power of two")])
+def test_half_lives(half_life: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        decayed(half_life)
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="at least one slot"):
+        Residency.create(LAYOUT, LAYERS, 16, 0, DEVICE)
+    with pytest.raises(ValueError, match="more than 256"):
+        Decision.create(33, 8, DEVICE)
+
+
+def test_policies_are_good_for_what_they_are_made_for() -> None:
+    layers, experts = 4, 64
+    slots = layers * experts // 8
+    every = policies(layers)
+    static = synthetic("static", 400, layers, experts, 4)
+    rates = {name: hit_rate(static, experts, slots, policy) for name, policy in every.items()}
+    assert rates["decayed-128"] >= rates["decayed-32"] > rates["lru"]
+    assert choose_policy(static, experts, slots, sample=1).name == "decayed-128"
+    temporal = synthetic("temporal", 400, layers, experts, 4)
+    assert hit_rate(temporal, experts, slots, every["decayed-32"]) > hit_rate(
+        temporal, experts, slots, every["decayed-128"]
+    )
+
+
+@pytest.mark.parametrize("name", policies(LAYERS))
+def test_more_slots_never_hit_less_and_resolve_hits_as_the_replay(name: str) -> None:
+    layers, experts = 2, 32
+    trace, policy = synthetic("temporal", 150, layers, experts, 4), policies(layers)[name]
+    rates = [hit_rate(trace, experts, slots, policy) for slots in (8, 16, 32, 64)]
+    assert rates == sorted(rates)
+    assert rates[-1] > 0.98
+    assert abs(resolved_hit_rate(trace, experts, 32, policy) - rates[2]) < 0.05
