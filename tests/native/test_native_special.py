@@ -150,3 +150,11 @@ def test_no_rows_give_no_rows(native: NativeOps) -> None:
     assert native.rms_norm(torch.empty(0, 4), torch.ones(4), 1e-6).shape == (0, 4)
     assert native.experts(torch.empty(0, 4), ids, ranks, experts).shape == (0, 4)
     assert native.silu_mul(torch.empty(0, 4)).shape == (0, 2)
+
+
+def test_reading_reads_every_word(native: NativeOps) -> None:
+    memory = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    expected = 0
+    for word in memory.view(torch.int64).tolist():
+        expected ^= word & (1 << 64) - 1
+    assert native.read(memory) == expected
