@@ -11,13 +11,14 @@ import hashlib
 import json
 import re
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, Turn
 
+_TURN = 64
 _NOT_ALNUM = re.compile(r"[^0-9A-Za-z]")
-_SPACE = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,31 @@ class TurnDigest:
         return tuple(part for part in self.parts if part.kind == kind)
 
 
+class Digests:
+    """Digests of turns, remembered, because each request of a conversation brings all its turns again. Bounded by what
+    they weigh, in tokens: what has not been asked for the longest goes first, and one that would displace most of the
+    others is not remembered."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._size = 0
+        self._known: OrderedDict[Turn, TurnDigest] = OrderedDict()
+
+    def of(self, turn: Turn) -> TurnDigest:
+        known = self._known.get(turn)
+        if known is not None:
+            self._known.move_to_end(turn)
+            return known
+        known, size = turn_digest(turn), _size(turn)
+        if size > self._most // 2:
+            return known
+        self._known[turn] = known
+        self._size += size
+        while self._size > self._most:
+            self._size -= _size(self._known.popitem(last=False)[0])
+        return known
+
+
 def digest(*fields: str | bytes) -> bytes:
     """16 bytes over length-prefixed fields, so that no two lists of fields run together."""
     state = hashlib.blake2b(digest_size=16)
@@ -55,7 +81,7 @@ def normal_id(text: str) -> str:
 
 
 def without_space(text: str) -> str:
-    return _SPACE.sub("", text)
+    return "".join(text.split())
 
 
 def canonical_json(text: str) -> str:
@@ -117,6 +143,12 @@ def common_prefix(one: bytes, other: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _size(turn: Turn) -> int:
+    """About its tokens, and what every turn has beside them."""
+    letters = sum(len(block.arguments if isinstance(block, ToolCall) else block.text) for block in turn.blocks)
+    return _TURN + letters // 4
 
 
 def _is_blank(block: Block) -> bool:

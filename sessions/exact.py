@@ -17,7 +17,7 @@ from typing import Literal
 
 from parsers.conversation import Block, Sampled, Thinking, ToolCall, Turn
 from parsers.events import Boundary
-from sessions.digest import TurnDigest, answer_key, digest, normal_id, pack, turn_digest, unpack
+from sessions.digest import TurnDigest, digest, normal_id, pack, turn_digest, unpack
 from sessions.echo import Schemas, same_turn
 
 Verdict = Literal["exact", "edited", "unknown"]
@@ -101,14 +101,18 @@ class Journal:
     def entries(self) -> list[tuple[int, Entry]]:
         return sorted(self._entries.items())
 
-    def restore(self, turn: Turn, before: bytes, branch: str, schemas: Schemas) -> Restored:
+    def restore(
+        self, turn: Turn, before: bytes, branch: str, schemas: Schemas, described: TurnDigest | None = None
+    ) -> Restored:
         """The turn with its exact tokens and its own thinking, if it is an echo of a sampled one; else as it came.
-        Among equal answers to the same turns, the thinking that came back decides, then the branch, then the time."""
-        link = next_link(before, answer_key(turn))
+        Among equal answers to the same turns, the thinking that came back decides, then the branch, then the time.
+        ``described``: the turn's digest, where it is known."""
+        described = described or turn_digest(turn)
+        link = next_link(before, described.key)
         named = [self._by_name[name] for name in _own_names(turn) if name in self._by_name]
         named = named or [self._by_name.get(link, ())]
         if not any(named):
-            return Restored(turn, turn_digest(turn), link, "unknown")
+            return Restored(turn, described, link, "unknown")
         numbers = set(named[0]).intersection(*named)
         for number in sorted(numbers, key=lambda n: (self._entries[n].branch == branch, n), reverse=True):
             entry = self._entries[number]
@@ -117,7 +121,7 @@ class Journal:
                 sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest, entry.opener)
                 exact = Turn("assistant", _with_ids_of(entry.blocks, turn), sampled)
                 return Restored(exact, entry.digest, entry.names[-1], "exact")
-        return Restored(turn, turn_digest(turn), link, "edited")
+        return Restored(turn, described, link, "edited")
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)

@@ -13,7 +13,7 @@ from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
 from sessions.archive import ArchiveError
 from sessions.causes import Asked, Cause
-from sessions.digest import TurnDigest, answer_key, digest, head_turns, system_digest, tools_digest, turn_digest
+from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest, tools_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
     Harness,
@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 CLIENT_ID_LENGTH = 256
+MOST_DIGESTED = 4_000_000
+"""Tokens of turns whose digests are remembered."""
 
 
 class Sessions:
@@ -68,6 +70,7 @@ class Sessions:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._weights: dict[str, int] = {}
         self._tokens = 0
+        self._digests = Digests(min(self._limits.max_tokens, MOST_DIGESTED))
         self._lineage = Lineage(self._limits.turns)
         self._causes: Counter[Cause] = Counter()
         self._verdicts: Counter[Verdict] = Counter()
@@ -206,7 +209,7 @@ class Sessions:
         harness = recognise(meta, conversation)
         identity = identify(harness, meta, conversation)
         conversation = without_volatile(harness, conversation)
-        turns = [_found_by(turn) for turn in conversation.turns]
+        turns = [self._digests.of(turn) for turn in conversation.turns]
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
         head = _head(conversation) if scope else b""
         keys = chain(scope, head, turns[head_turns(conversation) :]) if scope else []
@@ -310,7 +313,7 @@ class Sessions:
         link = b""
         for index, turn in enumerate(conversation.turns):
             if turn.role == "assistant":
-                found = session.journal.restore(turn, link, branch, schemas)
+                found = session.journal.restore(turn, link, branch, schemas, turns[index])
                 turn, turns[index], link = found.turn, found.digest, found.link
                 self._verdicts[found.verdict] += keep
             elif turn.role != "system":
@@ -411,11 +414,6 @@ class Sessions:
             session.stored_tokens = session.tokens
             session.asleep = True
             session.empty()
-
-
-def _found_by(turn: Turn) -> TurnDigest:
-    """The digest of a turn; that of an assistant turn has only its key, until its exact tokens were looked for."""
-    return TurnDigest(turn.role, answer_key(turn), ()) if turn.role == "assistant" else turn_digest(turn)
 
 
 def _head(conversation: Conversation) -> bytes:

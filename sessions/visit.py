@@ -123,6 +123,7 @@ class Visit:
         self._fingerprint = fingerprint
         self._accept = None if self.side else accept
         self._remember: Callable[[Finished], None] | None = remember
+        self._asked: Asked | None = None
         self.followup: Followup | None = None
         """After ``finish``: what the next message of the user will continue."""
 
@@ -157,7 +158,7 @@ class Visit:
         accept, self._accept = self._accept, None
         if accept is not None:
             self._place = accept(self._place)
-        now = self._asked(prompt)
+        now = self._asked_with(prompt)
         reuse = Reuse(resumed, replayed, new)
         seen = facts(now, prompt.spans, self._pasts, reuse, worker_cause, elsewhere=self._place.elsewhere)
         reuse, cause = counted(seen), explain(seen)
@@ -190,7 +191,7 @@ class Visit:
         remember, self._remember = self._remember, None
         if remember is None:
             return
-        asked = self._asked(prompt)
+        asked = self._asked_with(prompt)
         answered = _answered(asked, sampled, blocks) if sampled or blocks else None
         exact = sampled_turn(sampled, blocks, boundaries, prompt.opener)
         remember(Finished(self._place, asked, answered, tuple(blocks), exact, report, complete))
@@ -207,9 +208,11 @@ class Visit:
                 answered,
             )
 
-    def _asked(self, prompt: Prompt) -> Asked:
+    def _asked_with(self, prompt: Prompt) -> Asked:
+        if self._asked is not None:  # a visit has one prompt
+            return self._asked
         conversation = self.conversation
-        return Asked(
+        self._asked = Asked(
             pack(prompt.ids),
             tools_digest(conversation.tools),
             system_digest(conversation),
@@ -221,6 +224,7 @@ class Visit:
             self._fingerprint,
             (prompt.effort or "usual") if prompt.thinking else "none",
         )
+        return self._asked
 
 
 def _answered(asked: Asked, sampled: Sequence[int], blocks: Sequence[Block]) -> Asked:
