@@ -10,7 +10,7 @@ from parsers.codecs.call import Call, Fence, Interrupted, Malformed
 from parsers.codecs.readers import reader_for
 from parsers.events import Boundary, Event, Tolerated, ToolArgsDelta, ToolCallEnd, ToolCallStart
 from parsers.format import Format, Json
-from parsers.header import Header
+from parsers.header import Header, usual
 from parsers.output import Output
 from parsers.schema import is_json_object
 from parsers.source import Cut, Emit, Source, Step, Stops, certain
@@ -67,6 +67,8 @@ class Calls:
         around = [pair for pair in (wire_format.think, wire_format.answer) if pair]
         others = [one for pair in around for one in map(wire.code, (pair.open, pair.close)) if certain(one)]
         self._header = Header(call, self._fence, tuple(others), wire) if call.header else None
+        self.odd_names = tuple(name for name in tools if not usual(name))
+        """Names of tools that only those who know them tell from other text."""
         self._json = isinstance(call.codec, Json)
         self._listed = not call.open and call.section is not None
         self._framed = frames is not None and not call.open

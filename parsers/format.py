@@ -11,10 +11,13 @@ Every string is exact text; a control token of the vocabulary inside it is that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
+LONGEST_NAME = 200
+"""Characters that the name of a tool may have, with those that stand around it."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much thinking is wanted, over all protocols."""
 EFFORTS: tuple[Effort, ...] = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -318,6 +321,14 @@ class Format:
         yield from self.ends
         for part in (self.call, self.think, self.answer, self.frames, self.tolerances.aliases):
             yield from _strings(part)
+
+    def can_call(self, name: str) -> bool:
+        """Whether a tool's name can be told from all else that is written where it stands."""
+        if not name.strip() or len(name) > LONGEST_NAME or self.frames is None:
+            return bool(name.strip()) and len(name) <= LONGEST_NAME
+        header = self.frames.call.replace("{name}", name.strip())
+        kinds = (route.kind for route in self.frames.routes if re.search(route.pattern, header, re.DOTALL))
+        return next(kinds, "") == "call" and "{" not in name
 
     def with_suffix(self, suffix: str) -> Format:
         """The format of a checkpoint whose tags all end in ``suffix``."""

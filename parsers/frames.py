@@ -36,7 +36,10 @@ class Framed:
         self, wire_format: Format, frames: Frames, wire: Wire, source: Source, out: Output, calls: Calls
     ) -> None:
         self._source, self._out, self._calls, self._wire = source, out, calls, wire
-        self._routes = [(re.compile(route.pattern, re.DOTALL), route.kind) for route in frames.routes]
+        names = "".join(rf"{re.escape(name)}(?=[\s<]|$)|" for name in sorted(calls.odd_names, key=len, reverse=True))
+        hole = f"(?P<name>{names}"
+        patterns = ((route.pattern.replace("(?P<name>", hole), route.kind) for route in frames.routes)
+        self._routes = [(re.compile(pattern, re.DOTALL), kind) for pattern, kind in patterns]
         self._start, self._message = wire.code(frames.start), wire.code(frames.message)
         self._turn_ends = tuple(map(wire.code, wire_format.ends))
         self._ends = tuple(dict.fromkeys((*map(wire.code, frames.ends), *self._turn_ends)))

@@ -24,7 +24,6 @@ __all__ = ["Demand", "GrammarError", "Tokens", "constraint"]
 _HOLE = re.compile(r"\{(name|n|n1|id)\}")
 _HOLES = {"n": r"[0-9]{1,4}", "n1": r"[0-9]{1,4}", "id": r"[a-zA-Z0-9]{9}"}
 _NAME_MARK = "\0"
-_NAME = re.compile(r"[^\s\"'<>(){}\[\],]{1,200}")
 MAX_TEXT = 2 << 20
 """Characters of a grammar."""
 
@@ -116,7 +115,7 @@ class _Turn:
     def one_call(self, tool: Tool, opener: str) -> str:
         """A call with its wrapper."""
         self.rules.note(f"the tool {tool.name[:200]!r}")
-        if not _NAME.fullmatch(tool.name):
+        if not self.format.can_call(tool.name):
             raise GrammarError(f"the tool {tool.name!r:.80}: a call of this name cannot be told from other text")
         try:
             return self._call(tool, opener, self._values(tool))

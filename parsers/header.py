@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import re
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed, declared
+from parsers.codecs.writers import escaped
 from parsers.format import Call as CallFormat
 from parsers.format import Codec, Elements, Json, Literals, Tagged
 from parsers.source import Source, Step, Stops
@@ -38,12 +39,16 @@ class Header:
         self._closers = (fence.tail, *fence.closes)
         self._stops = Stops(*ends, *self._starts, fence.tail, *self._hard)
         self._strict = re.compile(_pattern(parts, strict=True), re.DOTALL)
+        self._behind_name = re.compile(_rest(parts), re.DOTALL)
         self._loose = re.compile(_pattern(parts, strict=False), re.DOTALL)
 
     def read(self, source: Source, call: Call, begun: bool) -> Step[str]:
         """The tool's name. ``begun``: the first text of the pattern is consumed already. What ended the header, where
         that is no part of it, still comes next. Raises Malformed, Interrupted and Cut."""
+        lead = "" if begun else self.head
+        odd = {(lead + self._spelled(name)).lstrip(): name for name in call.tools if not usual(name)}
         yield from source.space()
+        known = yield from declared(source, odd)
         text, stop = yield from source.upto(self._stops, _LIMIT)
         if stop is None:
             raise Malformed
@@ -53,15 +58,25 @@ class Header:
             raise Interrupted(source.stop_here(stop))
         elif self._ends:
             call.tolerate("missing_header_end")
-        text = (self.head if begun else "") + text.strip()
+        if known and self._behind_name.fullmatch(text.strip()):
+            return odd[known]
+        text = (self.head if begun else "") + known + text.strip()
         match = self._strict.fullmatch(text)
-        if match is None or not _NAME.fullmatch(match["name"]):
+        if match is None or not usual(match["name"]):
             match = self._loose.fullmatch(text)
             call.tolerate("header_spelling")
         name = match["name"].strip(_EDGES) if match else ""
-        if len(name) > NAME_LIMIT or not _NAME.fullmatch(name):
+        if not usual(name) and name not in call.tools:
             raise Malformed
         return html.unescape(name) if self._escapes else name
+
+    def _spelled(self, name: str) -> str:
+        return escaped(name) if self._escapes else name
+
+
+def usual(name: str) -> bool:
+    """Whether a name is told from what stands around it even where no tool has it."""
+    return len(name) <= NAME_LIMIT and _NAME.fullmatch(name) is not None
 
 
 def _pattern(parts: list[str], strict: bool) -> str:
@@ -69,10 +84,15 @@ def _pattern(parts: list[str], strict: bool) -> str:
     without all that stands behind the name."""
     before, behind = parts[0].strip(), list(zip(parts[2:-1:2], parts[3::2], strict=True))
     if strict:
-        rest = "".join(rf"\s*{re.escape(text.strip())}\s*{_HOLES[hole]}" for text, hole in behind)
-        return rf"{re.escape(before)}\s*{_HOLES['name']}{rest}\s*"
+        return rf"{re.escape(before)}\s*{_HOLES['name']}{_rest(parts)}\s*"
     rest = "".join(rf"(?:\s*{_unquoted(text)}[\s\"']*{_HOLES[hole]}[\s\"']*)?" for text, hole in behind)
     return rf"(?:{_unquoted(before)})?[\s\"']*{_HOLES['name']}[\s\"']*{rest}"
+
+
+def _rest(parts: list[str]) -> str:
+    """The strict pattern behind the name."""
+    behind = zip(parts[2:-1:2], parts[3::2], strict=True)
+    return "".join(rf"\s*{re.escape(text.strip())}\s*{_HOLES[hole]}" for text, hole in behind)
 
 
 def _unquoted(text: str) -> str:

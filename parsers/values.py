@@ -93,15 +93,15 @@ class Values(Parts):
             return self._rules.upto(close, self.pattern(one), self._never)
         return f"{self.json(one)} {self._rules.literal(close)}"
 
-    def _untyped(self, alternatives: Sequence[Mapping[str, Any]], close: str) -> str:
+    def _untyped(self, alternatives: Sequence[Mapping[str, Any]], close: str, nested: bool = False) -> str:
         """Text that the reader makes into what the schema allows: where a string is allowed, all but null, objects and
-        lists is one."""
+        lists is one. ``nested``: these are spelled in another way, but text is read as one, too."""
         types = frozenset(one["type"] for one in alternatives)
         for one in alternatives:
             if not one["type"]:
                 self.check(one)
                 return self._rules.upto(close, "", self._never)
-        nested = bool(types & {"object", "array"})
+        nested = nested or bool(types & {"object", "array"})
         options = []
         for one in alternatives:
             if "string" in types and one["type"] in _SCALARS:
@@ -200,7 +200,7 @@ class Values(Parts):
         def build() -> str:
             found = self._some(schema, depth)
             plains = [one for one in found if one["type"] not in ("object", "array")]
-            options = [self._untyped(plains, close)] if plains else []
+            options = [self._untyped(plains, close, nested=plains != found)] if plains else []
             for one in (one for one in found if one not in plains):
                 if one["type"] == "object":
                     body = self._elements(codec, one, depth + 1)

@@ -85,6 +85,16 @@ class Call:
                 self._emit(Tolerated(rule))
 
 
+def declared(source: Source, names: Mapping[str, str]) -> Step[str]:
+    """The longest of these texts that comes next, consumed; "" if none does. ``names`` are the tools that they name."""
+    while any(len(text) > len(source.buffer) and text.startswith(source.buffer) for text in names):
+        if source.ended:
+            break
+        yield
+    found = max((text for text in names if source.buffer.startswith(text)), key=len, default="")
+    return source.advance(len(found))
+
+
 @dataclass(frozen=True)
 class Fence:
     """The delimiters around the arguments of a call, as they are in the buffer."""

@@ -208,9 +208,11 @@ class JsonCallReader:
             raise Malformed
         yield from source.space()
         if key in self._codec.names and not seen.name:
-            seen.name = (yield from self._values.string(source, call)).strip()
-            if not seen.name or len(seen.name) > NAME_LIMIT:
-                raise Malformed
+            seen.name = yield from self._values.string(source, call)
+            if seen.name not in call.tools:
+                seen.name = seen.name.strip()
+                if not seen.name or len(seen.name) > NAME_LIMIT:
+                    raise Malformed
         elif key in self._codec.arguments and seen.arguments is None:
             yield from self._arguments(source, call, seen)
         elif key == "function" and not nested and not seen.name and (yield from source.peek()) == "{":

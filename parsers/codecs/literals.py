@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, Single
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, Single, declared
 from parsers.codecs.json_text import JsonCallReader, decoded_string
 from parsers.codecs.strings import QuotedString
 from parsers.format import JsonCall, Literals, PythonCalls
@@ -283,11 +283,15 @@ class PythonReader:
 
     def read(self, source: Source, call: Call) -> Step[str]:
         yield from source.space()
-        if (yield from source.peek()) == "{":
+        odd = {f"{name}(".lstrip(): name for name in call.tools if not _NAME.fullmatch(name)}
+        if known := (yield from declared(source, odd)):
+            name, stop = odd[known], "("
+        elif (yield from source.peek()) == "{":
             call.tolerate("json_call")
             return (yield from self._json.read(source, call))
-        text, stop = yield from source.take(self._name, NAME_LIMIT)
-        name = text.strip()
+        else:
+            text, stop = yield from source.take(self._name, NAME_LIMIT)
+            name = text.strip()
         if stop != "(" or not (_NAME.fullmatch(name) or name in call.tools):
             raise Malformed
         call.announce(name)
