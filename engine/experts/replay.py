@@ -73,7 +73,8 @@ def resolved_hit_rate(trace: Trace, experts: int, slots: int, policy: Policy, wa
 
 
 def synthetic(kind: str, tokens: int, layers: int, experts: int, ranks: int, seed: int = 0) -> Trace:
-    """Routing by the sum of a constant preference, a slow and a fast random X from the preferences, ``skewed`` from strong ones."""
+    """Routing by the sum of a constant preference, a slow and a fast random walk, and noise: ``temporal`` lives from
+    the walks, ``static`` from the preferences, ``skewed`` from strong ones."""
     constant, slow, fast, noise = {
         "temporal": (0.5, 0.6, 0.75, 0.6),
         "static": (0.45, 0.1, 0.1, 0.9),

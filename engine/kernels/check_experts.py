@@ -26,7 +26,8 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import ONE, Decision, Policy, Residency
 from engine.kernels import experts, experts_twin
 from engine.kernels.resolve import resolve
-from engine.kernels.time_experts import GPU, SHAPES, stride_of, time_all, tune
+from engine.kernels.time_experts import SHAPES, stride_of, time_all, tune
+from engine.kernels.timing import GPU
 from engine.layers.ops import CPU
 
 TOLERANCE = 1e-5
@@ -94,7 +95,7 @@ def check_experts(layout: Layout, generator: torch.Generator) -> tuple[float, bo
     experts_twin.down(h, slots, made, layout, out)
     experts_twin.combine(out, weights, made, want)
     got = _computed(x, weights, slots, made, layout)
-    some = Decision(*(getattr(made, name)[2:] for name in ("slot", "gpu_parts", "plan")), made.fetch, made.counts)
+    some = replace(made, slot=made.slot[2:], gpu_parts=made.gpu_parts[2:], plan=made.plan[2:])
     alone = _computed(x[2:], weights[2:], slots, some, layout)
     return float((got - want).norm() / want.norm()), torch.equal(alone[0], got[2])
 
