@@ -20,6 +20,8 @@ from parsers.memory import Memory
 BREAK = "\udfff"
 SYSTEM, USER, OUTPUT, THOUGHT = "\udffe", "\udffd", "\udffc", "\udffb"
 """Set on both sides of a content of that kind."""
+CONTINUED = "\udffa"
+"""Set behind the text of an answer that is to go on."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _MEMORY = 32 << 20
 

@@ -89,12 +89,13 @@ class Family:
         start = prompt.spans[-1].start if prompt.spans and prompt.spans[-1].kind == "generation_prompt" else 0
         opener = self.tokenizer.decode(prompt.ids[start:]).removeprefix(self.format.turns.assistant.open)
         tokens = Tokens(self.tokenizer.control, self.tokenizer.special)
-        return constraint(self.format, tokens, opener, prompt.thinking, tools, demand)
+        return constraint(self.format, tokens, opener, prompt.thinking and not prompt.continues, tools, demand)
 
     def encode_output(self, prompt: Prompt, blocks: Sequence[Block]) -> tuple[int, ...]:
         """The ids a perfect model would sample for this turn, end of turn included. Thinking is left out where the
         prompt (or the family) rules it out."""
-        state: ThinkingState = "open" if prompt.thinking_open else "unopened" if prompt.thinking else "closed"
+        thinks = prompt.thinking and not prompt.continues
+        state: ThinkingState = "open" if prompt.thinking_open else "unopened" if thinks else "closed"
         made = sum(span.kind == "tool_call" for span in prompt.spans)
         calls = count(made)
 
@@ -105,6 +106,8 @@ class Family:
 
         blocks = [named(block) if isinstance(block, ToolCall) else block for block in blocks]
         text = assistant_text(self.format, self._renderer.guard, blocks, state, made)
+        if prompt.continues and (answer := self.format.answer):
+            text = text.removeprefix(answer.open + answer.inner)
         return tuple(self.tokenizer.encode_trusted(text + self._end(blocks)))
 
     def encode_raw(self, text: str) -> tuple[int, ...]:

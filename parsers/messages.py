@@ -17,7 +17,7 @@ from typing import Literal
 
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import CallIds, Format
-from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
+from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
 from parsers.memory import Memory
 from parsers.plain_schema import plain_schema
 from parsers.prompt import TurnKind
@@ -62,6 +62,9 @@ class Traits:
     """User turns may follow each other."""
     users_behind_outputs: bool = True
     """A user turn may follow tool outputs, or calls without any."""
+    answers_in_a_row: bool = True
+    """Assistant turns may come first, and follow each other. Else those that do are one, and an empty query stands
+    before one that answers nothing."""
     stub: str = ""
     """What stands between header and text where thinking was dropped."""
 
@@ -75,6 +78,7 @@ class Item:
     turn: int
     blocks: tuple[Block, ...] = ()
     first_call: int = 0
+    sampled: Sampled | None = None
 
 
 @dataclass
@@ -85,6 +89,8 @@ class Plan:
     items: list[Item] = field(default_factory=list)
     refused: dict[int, list[tuple[TurnKind, int, str]]] = field(default_factory=dict)
     """(kind, turn, text) of turns that the template refuses, by the item before which they stand."""
+    continues: bool = False
+    """The last item is an answer that is to go on."""
 
     def add(self, item: Item, message: Message) -> None:
         self.items.append(item)
@@ -130,14 +136,13 @@ class Planner:
         between = "\n\n" if text.strip() else ""
         return marked + between + tools_text(self._format.tools_text, self._described(tools))
 
-    def _assistant(
-        self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], sampled: Sampled | None
-    ) -> Message:
+    def _assistant(self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], continues: bool) -> Message:
+        sampled = item.sampled
         thought = sampled is not None and sampled.thinking_end > 0
         text = "".join(block.text for block in item.blocks if isinstance(block, Text))
         if sampled and not text and not calls:
             text = "-"  # where its tokens are put
-        content: str | None = self._guard.text(text)
+        content: str | None = around(self._guard.text(text), "", CONTINUED) if continues else self._guard.text(text)
         if calls and self._traits.calls == "content":
             content = assistant_text(self._format, self._guard, item.blocks, "closed", item.first_call)
         elif calls and self._traits.calls != "template":
@@ -201,9 +206,16 @@ class _Planning:
         self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
         self._first = ""  # system text that waits for the first user turn
         self._in_loop = False  # the last answer made calls
+        self._answered = 0  # items up to the last answer
         if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
             self._system(-1, planner._system("", conversation.tools))
-        for outputs, run in groupby(enumerate(conversation.turns), lambda one: _has_outputs(one[1])):
+        turns = list(enumerate(conversation.turns))
+        if not self._traits.answers_in_a_row:
+            turns = [
+                one for answers, run in groupby(turns, _is_answer) for one in (_joined([*run]) if answers else run)
+            ]
+        self.plan.continues = bool(turns) and not self._format.frames and _goes_on(turns[-1][1])
+        for outputs, run in groupby(turns, lambda one: _has_outputs(one[1])):
             if outputs:
                 self._outputs([(index, *one) for index, turn in run for one in _outputs(turn)])
             else:
@@ -251,6 +263,8 @@ class _Planning:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
         if not calls and not turn.sampled and not any(_says(block) for block in turn.blocks):
             return  # to some templates that is the end of a turn before it
+        if not self._traits.answers_in_a_row and not any(i.kind != "system" for i in self.plan.items[self._answered :]):
+            self._user(-1, "")
         self._in_loop = bool(calls)
         made = []
         written = self._planner._written_ids(turn.sampled) if turn.sampled else ()
@@ -260,20 +274,23 @@ class _Planning:
             self._made[call.id] = made[-1]
             self._count += 1
         first = self._count - len(calls)
-        sampled = turn.sampled
+        continues = self.plan.continues and index == len(self._conversation.turns) - 1
+        sampled = None if continues else turn.sampled
         natives = iter(made)
         blocks = tuple(replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks)
-        item = Item("assistant", index, blocks, first)
-        if not self._traits.one_call or len(calls) < 2:
-            self.plan.add(item, self._planner._assistant(item, calls, [m.identity for m in made], sampled))
-            return
-        if turn.sampled is not None:  # its tokens are known: the template only needs something to put them in place of
-            self.plan.add(item, self._planner._assistant(item, calls[:1], [made[0].identity], sampled))
+        item = Item("assistant", index, blocks, first, sampled)
+        if not self._traits.one_call or len(calls) < 2 or sampled:
+            # Where its tokens are known, the template only needs something to put them in place of.
+            shown = made[:1] if self._traits.one_call else made
+            message = self._planner._assistant(item, [m.call for m in shown], [m.identity for m in shown], continues)
+            self.plan.add(item, message)
+            self._answered = len(self.plan.items)
             return
         for number, one in enumerate(made):
             said = tuple(b for b in blocks if not isinstance(b, ToolCall)) if number == 0 else ()
             item = Item("assistant", index, (*said, replace(one.call, id=one.identity)), one.number)
-            self.plan.add(item, self._planner._assistant(item, [one.call], [one.identity], sampled))
+            self.plan.add(item, self._planner._assistant(item, [one.call], [one.identity], continues=False))
+            self._answered = len(self.plan.items)
             for later, output, texts in self._answers(index, one.call.id):
                 self._early.add((later, one.call.id))
                 self._add_output(later, output.call_id, texts)
@@ -306,6 +323,30 @@ class _Planning:
 
 def _begins_with_system(conversation: Conversation) -> bool:
     return bool(conversation.turns) and conversation.turns[0].role == "system"
+
+
+def _is_answer(numbered: tuple[int, Turn]) -> bool:
+    return numbered[1].role == "assistant"
+
+
+def _goes_on(turn: Turn) -> bool:
+    """An answer that the client has begun, or that was cut off: text at its end."""
+    return turn.role == "assistant" and any(
+        isinstance(block, Text) and block.text.strip() for block in turn.blocks[-1:]
+    )
+
+
+def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
+    """Answers that follow each other as one, whose tokens nobody knows: thinking, text, calls."""
+    run = [one for one in run if one[1].sampled or any(isinstance(b, ToolCall) or _says(b) for b in one[1].blocks)]
+    if len(run) < 2:
+        return run
+    blocks = [block for _, turn in run for block in turn.blocks]
+    texts = ["".join(block.text for block in turn.blocks if isinstance(block, Text)) for _, turn in run]
+    thinking = [block for block in blocks if isinstance(block, Thinking)]
+    text = Text("\n\n".join(text for text in texts if text.strip()))
+    calls = [block for block in blocks if isinstance(block, ToolCall)]
+    return [(run[-1][0], Turn("assistant", (*thinking, text, *calls)))]
 
 
 def _says(block: Block) -> bool:

@@ -281,7 +281,12 @@ class _Examination:
             traits = replace(traits, users_in_a_row=False)
         if not self._renders(traits, replace(loop, turns=(*loop.turns, _user("More.")))):
             traits = replace(traits, users_behind_outputs=False)
-        extra = (Turn("assistant", (Text("Yes."),)), Turn("system", (Text("Middle."),)), _user("And?"))
+        yes = Turn("assistant", (Text("Yes."),))
+        system, query = first.turns
+        for answers in ((system, query, yes, yes, _user("And?")), (system, yes, query)):
+            if not self._renders(traits, replace(first, turns=answers)):
+                traits = replace(traits, answers_in_a_row=False)
+        extra = (yes, Turn("system", (Text("Middle."),)), _user("And?"))
         anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))
         last = replace(first, turns=(*first.turns, extra[1]))

@@ -45,7 +45,7 @@ class Span:
 @dataclass(frozen=True)
 class Prompt:
     """What the engine reads. ``thinking_open``: the generation prompt ends inside the thinking. ``opener``: the ids
-    behind its assistant header."""
+    behind its assistant header. ``continues``: it is followed by more of its last turn, instead of a new one."""
 
     ids: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -53,6 +53,7 @@ class Prompt:
     thinking: bool
     effort: Effort | None = None
     opener: tuple[int, ...] = ()
+    continues: bool = False
 
 
 class Pieces:

@@ -20,13 +20,14 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 from parsers.alternatives import alternatives
-from parsers.conversation import Conversation, Sampled, Thinking, ToolCall
+from parsers.conversation import Conversation, Sampled, Thinking, ToolCall, Turn
 from parsers.encoders.message import Encoder
 from parsers.format import Effort, Format
-from parsers.guard import OUTPUT, SYSTEM, THOUGHT, USER, Guard, visible
+from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, visible
 from parsers.memory import Memory
 from parsers.messages import Item, Plan, Planner, RenderError, Traits
 from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
@@ -99,11 +100,15 @@ class Renderer:
         """Raises RenderError."""
         plan = self._planner.plan(conversation)
         blocks = self._finder.blocks(self._text(plan, conversation, thinking, effort))
-        if len(plan.items) in plan.refused and not self.format.turns.assistant.open and self._ended(blocks[-1]):
-            blocks.append(Block("", "", True))  # it comes behind what the format writes in the template's place
-        *blocks, last = blocks
-        if not last.assistant or self._finder.end(last.body)[1]:
-            raise RenderError("the chat template does not end with a generation prompt")
+        if plan.continues:
+            *blocks, last = self._up_to_more(blocks, conversation.turns[-1])
+        else:
+            header = self.format.turns.assistant.open
+            if self.format.turns.headless and self._ended(blocks[-1]):  # the next turn is not the template's to begin
+                blocks.append(Block(header, header, True))
+            *blocks, last = blocks
+            if not last.assistant or self._finder.end(last.body)[1]:
+                raise RenderError("the chat template does not end with a generation prompt")
         writer = Writer(self._pieces, remember)
         _Rendering(self, conversation, plan, writer).write(blocks)
         start = writer.place()
@@ -114,7 +119,15 @@ class Renderer:
         ids, spans = writer.finish()
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
-        return Prompt(ids, spans, thinking_open, thinking, effort, ids[behind_header:])
+        opener = () if plan.continues else ids[behind_header:]
+        return Prompt(ids, spans, thinking_open and not plan.continues, thinking, effort, opener, plan.continues)
+
+    def _up_to_more(self, blocks: list[Block], turn: Turn) -> list[Block]:
+        """The turns up to where the last answer goes on. Raises RenderError."""
+        for number, block in enumerate(blocks):
+            if CONTINUED in block.text and block.assistant:
+                return [*blocks[:number], replace(block, text=block.text.partition(CONTINUED)[0])]
+        raise RenderError(f"this model cannot go on with the last turn: {_quoted(turn)}")
 
     def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> str:
         variables = self.format.switches.variables(thinking, effort)
@@ -200,8 +213,8 @@ class _Rendering:
                 block = Block(block.text + blocks[number].text, block.header, True)
                 number += 1
             self._assistant_block(block)
-        if self._position != len(self._plan.items):
-            raise RenderError(f"the chat template left out turn {self._plan.items[self._position].turn}")
+        if self._position != len(self._plan.items) - self._plan.continues:
+            raise RenderError(f"the chat template left out {self._named(self._plan.items[self._position])}")
         self._refused()
         self._tell_tools()
 
@@ -223,10 +236,13 @@ class _Rendering:
         items = self._plan.items
         item = items[self._position] if self._position < len(items) else None
         if item is None or item.kind != kind:
-            expected = f"{item.kind} turn {item.turn}" if item else "the end"
+            expected = self._named(item) if item else "the end"
             raise RenderError(f"the chat template writes a {kind} turn where {expected} belongs")
         self._position += 1
         return item
+
+    def _named(self, item: Item) -> str:
+        return f"{item.kind} turn {item.turn} ({_quoted(self._conversation.turns[item.turn])})"
 
     def _refused(self, between: bool = False) -> None:
         """Turns that the template refuses, before the next item. ``between`` outputs of one turn: it is closed and
@@ -302,13 +318,13 @@ class _Rendering:
     def _assistant_block(self, block: Block) -> None:
         self._refused()
         item = self._item("assistant")
-        turn, writer = self._conversation.turns[item.turn], self._writer
+        writer = self._writer
         start = writer.place()
         header = writer.place()
         end, closing = self._finder.end(block.body)
         body, tail = block.body[:end], block.body[end + len(closing) :]
-        if turn.sampled is not None:
-            self._splice(block.header, turn.sampled, item, body, closing, tail)
+        if item.sampled is not None:
+            self._splice(block.header, item.sampled, item, body, closing, tail)
         else:
             writer.text(block.header)
             writer.span(header, "assistant_header", item.turn)
@@ -348,7 +364,7 @@ class _Rendering:
 
     def _splice(self, header: str, sampled: Sampled, item: Item, body: str, closing: str, tail: str) -> None:
         writer, end = self._writer, sampled.thinking_end
-        thought = end > 0 and thinking_of(self._conversation.turns[item.turn].blocks).strip()
+        thought = end > 0 and thinking_of(item.blocks).strip()
         dropped = bool(thought) and THOUGHT not in body
         ids = sampled.ids[end:] if dropped else sampled.ids
         if not (dropped and self._repeats(header, ids)):
@@ -389,6 +405,11 @@ class _Rendering:
             return False
         wanted = self._renderer._tokenizer.encode_trusted(header)
         return list(ids[: len(wanted)]) == wanted
+
+
+def _quoted(turn: Turn) -> str:
+    texts = (block.name if isinstance(block, ToolCall) else block.text for block in turn.blocks)
+    return repr(" ".join(texts)[:80])
 
 
 def _size(ids: tuple[int, ...], found: Sequence[object]) -> int:

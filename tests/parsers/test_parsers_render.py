@@ -358,12 +358,14 @@ def test_a_refusal_says_what_is_wrong(family: Family) -> None:
 
 def test_a_template_that_drops_a_turn_is_not_believed(vocabulary: Callable[[str], Path], tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m.content != 'drop' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% for m in messages %}{% if 'drop' not in m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endif %}{% endfor %}{{ '<|im_start|>assistant\n' }}"
     )
     family = load_family(checkpoint(vocabulary("byte"), tmp_path / "c", template))
-    with pytest.raises(RenderError, match="turn"):
+    with pytest.raises(RenderError, match="assistant turn 1 \\('drop'\\) belongs"):
         family.render(Conversation((user("Q"), Turn("assistant", (Text("drop"),)), user("R"))))
+    with pytest.raises(RenderError, match="cannot go on with the last turn: 'drop'"):
+        family.render(Conversation((user("Q"), Turn("assistant", (Text("drop"),)))))
 
 
 def test_lone_surrogates_from_json_do_no_harm(families: Callable[[str], Family]) -> None:

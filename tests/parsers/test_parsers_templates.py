@@ -467,3 +467,56 @@ def test_system_text_may_come_last(name: str) -> None:
     for turns in ((), (TURN, output("call_1", "Blue."))):
         prompt = one.render(with_turns(*turns, Turn("system", (Text("Be quick."),))))
         assert "Be quick." in shown(one, prompt, "system")[-1]
+
+
+ANSWERS = tuple(Turn("assistant", (Text(text),)) for text in ("One.", "Two."))
+
+
+@every
+@pytest.mark.parametrize("place", ["behind a query", "behind an answer to outputs", "first", "with calls", "apart"])
+def test_answers_may_come_first_and_follow_each_other(name: str, place: str) -> None:
+    """As after an interruption, or where a client says hello in the model's name."""
+    one = family(name)
+    told = output("call_1", "Blue.")
+    system, query = FIRST.turns
+    turns, texts = {
+        "behind a query": ((system, query, *ANSWERS, user("More.")), ("Question one.", "One.", "Two.", "More.")),
+        "behind an answer to outputs": ((*FIRST.turns, TURN, told, *ANSWERS, user("More.")), ("Blue.", "One.", "Two.")),
+        "first": ((system, ANSWERS[0], query), ("One.", "Question one.")),
+        "with calls": ((system, query, ANSWERS[0], TURN, told), ("One.", "I look.", "Blue.")),
+        "apart": (
+            (system, query, ANSWERS[0], system, ANSWERS[1], user("More.")),
+            ("One.", "Be good.", "Two.", "More."),
+        ),
+    }[place]
+    prompt = one.render(replace(FIRST, turns=turns))
+    text = one.tokenizer.decode(prompt.ids)
+    at = 0
+    for wanted in texts:
+        at = text.find(wanted, at) if one._renderer.traits.system != "in_user" or wanted != "Be good." else at
+        assert at >= 0, (wanted, text)
+    assert prompt.spans[-1].kind == "generation_prompt" and not prompt.continues
+    assert [s.turn for s in prompt.spans if s.kind == "user" and s.turn >= 0] == [
+        number for number, turn in enumerate(turns) if turn.role == "user"
+    ]
+
+
+@every
+def test_a_begun_answer_goes_on(name: str) -> None:
+    """The last turn is the model's own, and has no end: what it says next are the words behind it."""
+    one = family(name)
+    for turns in ((), (TURN, output("call_1", "Blue."))):
+        for begun in ((Text("The sky is "),), (Thinking("Hm hm."), Text("The sky is"))):
+            prompt = one.render(with_turns(*turns, Turn("assistant", begun)))
+            text = one.tokenizer.decode(prompt.ids)
+            if one.format.frames:  # a message begins with its header
+                assert not prompt.continues and "The sky is" in text
+                continue
+            assert prompt.continues and text.endswith("The sky is") and not prompt.thinking_open
+            rest = one.encode_output(prompt, (Text(" blue."),))
+            parsed = parse(one, rest, (TOOL, OTHER))
+            assert (parsed.text, parsed.thinking, parsed.calls) == (" blue.", "", [])
+            assert one.tokenizer.decode(rest).startswith(" blue.")
+            before = one.render(with_turns(*turns))
+            start = next(s.start for s in before.spans if s.kind == "generation_prompt")
+            assert turns or prompt.ids[:start] == before.ids[:start] == prompt.ids[: prompt.spans[-1].start]
