@@ -14,12 +14,16 @@ from parsers.events import Event
 from parsers.render import Prompt
 from parsers.stream import FinishReason
 from server.answers import Finished, GenerationEvent, Options, Progress, Reason, Usage
-from server.blocks import Assembler, BlockEvent
+from server.blocks import Assembler, BlockDelta, BlockEvent
 from server.errors import ApiError
 from server.state import ServerState
 from sessions.tracker import ReuseReport, Visit
 
 _log = logging.getLogger(__name__)
+
+PACE = 0.01
+"""Seconds between two events of an answer, at least: more a second nobody can see, and each costs a write here and a
+read there. The first waits for nothing, and neither does the end."""
 
 
 class Parser(Protocol):
@@ -86,27 +90,28 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[list[GenerationEvent]]:
         loop = asyncio.get_running_loop()
         keepalive = self._state.settings.keepalive_seconds
-        due = loop.time() + keepalive
-        done: Done | None = None
-        while done is None:
-            events: list[GenerationEvent] = []
-            match reply := await self._stream.next(due):
+        told, events = loop.time(), list[GenerationEvent]()
+        soon = told
+        while True:
+            match reply := await self._stream.next(soon if events else told + keepalive):
                 case Tokens():
                     events.extend(self._tokens(reply))
                     if self._assembler.stopped:
                         await self._stream.abort()
                 case Done():
-                    done = reply
+                    yield [*_joined(events), *self._finish(reply)]
+                    return
                 case Failed():
                     self._engine_done = True
+                    if events:
+                        yield _joined(events)
                     _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
                     raise ApiError.from_engine(reply.kind, reply.message)
-            if not events and loop.time() >= due:
-                events.append(Progress())
-            if events:
-                yield events
-                due = loop.time() + keepalive
-        yield self._finish(done)
+            now = loop.time()
+            if now >= (soon if events else told + keepalive):
+                yield _joined(events) or [Progress()]
+                told, events = loop.time(), []
+                soon = told + PACE
 
     async def close(self) -> None:
         """Idempotent. Before the end of the answer it aborts the engine's request."""
@@ -232,6 +237,19 @@ class Generation:
         )
         if self._visit.followup is not None:
             self._state.idle.offer(self._visit.followup)
+
+
+def _joined(events: Sequence[GenerationEvent]) -> list[GenerationEvent]:
+    """With one delta in place of several that follow each other."""
+    out: list[GenerationEvent] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, BlockDelta) and isinstance(last, BlockDelta) and event.index == last.index:
+            text, logprobs = last.text + event.text, last.logprobs + event.logprobs
+            out[-1] = BlockDelta(event.index, event.kind, text, logprobs, event.choice)
+        else:
+            out.append(event)
+    return out
 
 
 class Choices:

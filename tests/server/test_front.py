@@ -210,6 +210,7 @@ async def test_whoever_does_not_read_its_stream_is_let_go(
 
     made = Http.connection_made
     monkeypatch.setattr(Http, "connection_made", narrow)
+    monkeypatch.setattr("server.generation.PACE", 0.0)  # an event for each token, so that there is enough to send
     async with serving(family, Answer("x" * 7000, hold_at=6900), patience=HASTE) as server:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -147,3 +147,20 @@ async def test_responses_have_no_logprobs_unasked(family: Family) -> None:
         made = await server.openai().responses.create(model="local-moe", input="Hi")
         assert server.worker.requests[0].sampling.logprobs is None
     assert made.output[-1].model_dump()["content"][0]["logprobs"] == []
+
+
+async def test_tokens_that_come_faster_than_anybody_reads_are_told_together(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first waits for nothing, and neither does the end."""
+    monkeypatch.setattr("server.generation.PACE", 1000.0)
+    text = "".join(str(number) for number in range(500))
+    async with serving(family, f"{text}<|im_end|>") as server:
+        stream = await server.openai().completions.create(
+            model="local-moe", prompt="x", max_tokens=5000, logprobs=0, stream=True
+        )
+        chunks = [chunk.choices[0] async for chunk in stream]
+    first, rest, end = chunks
+    assert (first.text, first.text + rest.text, end.finish_reason) == ("0", text, "stop")
+    assert rest.logprobs is not None
+    assert "".join(rest.logprobs.tokens or ()) == rest.text
