@@ -67,6 +67,7 @@ class Result:
     """One line of the table. Shares are of experts' parts; seconds are medians of one step; ``gap`` is what a step
     takes besides the graph."""
 
+    rows: int
     gigabytes: float
     resident: float
     wanted: float
@@ -97,12 +98,12 @@ def show(title: str, bandwidths: Bandwidths, resident: float | None, results: Se
     for one in results:
         table.add_row(
             f"{one.gigabytes:g}", f"{one.resident:.0%}", f"{one.wanted:.0%}", f"{one.hits:.1%}", f"{one.fetched:.1%}",
-            f"{1e3 * one.seconds:.2f}", f"{1 / one.seconds:.1f}", f"{1 / one.bound:.1f}", f"{one.fraction:.0%}",
-            f"{1e6 * one.gap:.0f}",
+            f"{1e3 * one.seconds:.2f}", f"{one.rows / one.seconds:.1f}", f"{one.rows / one.bound:.1f}",
+            f"{one.fraction:.0%}", f"{1e6 * one.gap:.0f}",
         )  # fmt: skip
     console.print(table)
     if resident is not None:
-        line = f"all experts on the device, nothing to decide: {1e3 * resident:.2f} ms, {1 / resident:.1f} tok/s"
+        line = f"all experts on the device, nothing to decide: {1e3 * resident:.2f} ms a step"
         without = [one.seconds for one in results if one.hits == 1]
         if without:
             line += f"; a step without a miss takes {min(without) / resident - 1:+.1%}"

@@ -114,7 +114,7 @@ class Bench:
         self._pages = pages
         self._link = Link(self._driver)
         self.bandwidths = self._measure()
-        self._work = Work(layers, self._dense_bytes(), layers * config.top_k * layout.nbytes)
+        self._dense = self._dense_bytes()
 
     def all_resident(self) -> float:
         """Seconds of the median step when all experts are on the device and nothing is decided."""
@@ -145,6 +145,7 @@ class Bench:
         self._executor.close()
 
     def _time(self, experts: OffloadedExperts, steps: DecodeSteps, gigabytes: float, wanted: float) -> Result:
+        pool = self._pool
         for _ in range(_SETTLE):
             self._step(steps, experts, wanted)
         before = experts.residency.counters.tolist()
@@ -152,22 +153,25 @@ class Bench:
         hits, fetched, left = (
             after - earlier for after, earlier in zip(experts.residency.counters.tolist()[:3], before[:3], strict=True)
         )
-        share = hits / (hits + fetched + left)
+        used = hits + fetched + left
+        routed = used / pool.layout.parts * pool.layout.nbytes / self._options.steps
+        work = Work(pool.layers, self._dense, routed)
         return Result(
+            rows=self._options.rows,
             gigabytes=gigabytes,
-            resident=experts.residency.slots / len(self._pool),
+            resident=experts.residency.slots / len(pool),
             wanted=wanted,
-            hits=share,
-            fetched=fetched / (hits + fetched + left),
+            hits=hits / used,
+            fetched=fetched / used,
             seconds=median(whole for whole, _ in times),
             gap=median(whole - graph for whole, graph in times),
-            bound=self._work.seconds(share, self.bandwidths),
+            bound=work.seconds(hits / used, self.bandwidths),
         )
 
     def _prime(self, experts: OffloadedExperts, steps: DecodeSteps) -> None:
         """Fetch until every slot is used."""
         self._tell(f"{experts.residency.slots} slots")
-        per_step = self._work.layers * self._options.rows * self._executor.layout.ranks
+        per_step = self._pool.layers * self._options.rows * self._executor.layout.ranks
         experts.fix(1.0)
         for _ in range(2 * math.ceil(experts.residency.slots / per_step) + 1):
             self._step(steps, experts, 0.0)
