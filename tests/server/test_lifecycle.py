@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "local-moe", "max_tokens": 400, "messages": [USER]},
     "/v1/responses": {"model": "local-moe", "input": "Hi", "reasoning": {"effort": "none"}},
     "/v1/chat/completions": {"model": "local-moe", "messages": [USER], "reasoning_effort": "none"},
+    "/v1/completions": {"model": "local-moe", "prompt": "Say it once more, please.", "max_tokens": 400},
 }
 TEXT = "Some words that take a while<|im_end|>"
 PATHS = pytest.mark.parametrize("path", list(BODIES))
@@ -43,7 +44,12 @@ async def lines_until(lines: AsyncIterator[str], mark: str) -> list[str]:
 
 @PATHS
 async def test_silence_is_filled_with_events(family: Family, path: str) -> None:
-    marks = {"/v1/messages": "event: ping", "/v1/responses": "event: response.in_progress"}
+    marks = {
+        "/v1/messages": "event: ping",
+        "/v1/responses": "event: response.in_progress",
+        "/v1/chat/completions": '"delta":{}',
+        "/v1/completions": '"text":""',
+    }
     answer = Answer(TEXT, hold_at=4)
     async with (
         serving(family, answer, keepalive_seconds=0.02) as server,
@@ -52,7 +58,7 @@ async def test_silence_is_filled_with_events(family: Family, path: str) -> None:
     ):
         lines = response.aiter_lines()
         for _ in range(4):
-            await lines_until(lines, marks.get(path, '"delta":{}'))
+            await lines_until(lines, marks[path])
         answer.release.set()
         rest = [line async for line in lines]
     frames = events("\n".join(rest))
