@@ -64,8 +64,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table. Shares are of experts' parts; seconds are medians of one step; ``gap`` is what a step
-    takes besides the graph."""
+    """One line of the table. Shares are of experts' parts, ``seconds`` the median step; ``gap`` is what it takes
+    besides the graph, where that can be told apart: without misses."""
 
     rows: int
     gigabytes: float
@@ -74,7 +74,7 @@ class Result:
     hits: float
     fetched: float
     seconds: float
-    gap: float
+    gap: float | None
     bound: float
 
     @property
@@ -83,7 +83,15 @@ class Result:
         return self.bound / self.seconds
 
 
-def show(title: str, bandwidths: Bandwidths, resident: float | None, results: Sequence[Result]) -> None:
+@dataclass(frozen=True)
+class Resident:
+    """Seconds of a step when all experts are on the device and nothing is decided, and of it besides the graph."""
+
+    seconds: float
+    gap: float
+
+
+def show(title: str, bandwidths: Bandwidths, resident: Resident | None, results: Sequence[Result]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"device {bandwidths.device / 1e9:.0f}, link {bandwidths.link / 1e9:.1f}, CPU {bandwidths.cpu / 1e9:.1f}, "
@@ -99,14 +107,15 @@ def show(title: str, bandwidths: Bandwidths, resident: float | None, results: Se
         table.add_row(
             f"{one.gigabytes:g}", f"{one.resident:.0%}", f"{one.wanted:.0%}", f"{one.hits:.1%}", f"{one.fetched:.1%}",
             f"{1e3 * one.seconds:.2f}", f"{one.rows / one.seconds:.1f}", f"{one.rows / one.bound:.1f}",
-            f"{one.fraction:.0%}", f"{1e6 * one.gap:.0f}",
+            f"{one.fraction:.0%}", "" if one.gap is None else f"{1e6 * one.gap:.0f}",
         )  # fmt: skip
     console.print(table)
     if resident is not None:
-        line = f"all experts on the device, nothing to decide: {1e3 * resident:.2f} ms a step"
-        without = [one.seconds for one in results if one.hits == 1]
+        line = f"all experts on the device, nothing to decide: {1e3 * resident.seconds:.2f} ms a step, "
+        line += f"{1e6 * resident.gap:.0f} us of them between graphs"
+        without = [one.seconds for one in results if one.gap is not None]
         if without:
-            line += f"; a step without a miss takes {min(without) / resident - 1:+.1%}"
+            line += f"; a step without a miss takes {min(without) / resident.seconds - 1:+.1%}"
         console.print(line, highlight=False)
 
 
@@ -142,6 +151,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--rounded", action="store_true", help="CPU experts of int8 and mxfp4 round activations to int8"
     )
     parser.add_argument("--no-resident", action="store_true", help="do not time all experts on the device")
+    parser.add_argument("--kernels", action="store_true", help="also say what kernels the steps' time goes to")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: every core but one)")
     parser.add_argument("--library", type=Path, metavar="FILE", help="the native library, if it is not installed")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -173,7 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.json:
         lines = [{**asdict(one), "fraction": one.fraction} for one in results]
-        found = {"title": bench.title, "bandwidths": asdict(bench.bandwidths), "resident": resident, "results": lines}
+        found = {
+            "title": bench.title,
+            "bandwidths": asdict(bench.bandwidths),
+            "resident": resident and asdict(resident),
+            "results": lines,
+        }
         print(json.dumps(found))
     else:
         show(bench.title, bench.bandwidths, resident, results)

@@ -15,12 +15,12 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.bandwidth import read_probe
 from engine.bench_bandwidth import measure_experts
-from engine.bench_offload import Bandwidths, Result, Work
+from engine.bench_offload import Bandwidths, Resident, Result, Work
 from engine.bench_shapes import SHAPES, RandomSource
 from engine.bench_trace import ForcedRouting
 from engine.device.driver import CudaDriver
 from engine.device.graph import DecodeSteps
-from engine.device.link import Link, Timed
+from engine.device.link import Link
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
@@ -116,15 +116,16 @@ class Bench:
         self.bandwidths = self._measure()
         self._dense = self._dense_bytes()
 
-    def all_resident(self) -> float:
-        """Seconds of the median step when all experts are on the device and nothing is decided."""
+    def all_resident(self) -> Resident:
+        """The same model when all experts are on the device and nothing is decided."""
         self._experts.now = ResidentExperts.of_pool(self._pool, self._device)
         self._ops.routing.draw(torch.zeros(len(self._pool), dtype=torch.int32, device=self._device), 1.0)
-        steps = self._decode_steps()
+        steps = self._decode_steps(lambda: None)
         self._tell("all experts on the device")
-        for _ in range(_SETTLE):
-            self._step(steps)
-        return median(self._step(steps)[0] for _ in range(self._options.steps))
+        seconds = median([self._step(steps) for _ in range(_SETTLE + self._options.steps)][_SETTLE:])
+        if self._options.kernels:
+            self._kernels(steps)
+        return Resident(seconds, seconds - self._without_gaps(steps))
 
     def capped(self, gigabytes: float) -> Iterator[Result]:
         """For every wanted share of hits that so much memory for experts allows."""
@@ -133,7 +134,7 @@ class Bench:
         experts = OffloadedExperts(pool, self._executor, self._driver, self._split(), slots, self._device)
         experts.start()
         self._experts.now = experts
-        steps = self._decode_steps()
+        steps = self._decode_steps(experts.report)
         self._prime(experts, steps)
         for wanted in options.hits:
             if wanted == 100 or slots < len(pool):
@@ -153,6 +154,8 @@ class Bench:
         hits, fetched, left = (
             after - earlier for after, earlier in zip(experts.residency.counters.tolist()[:3], before[:3], strict=True)
         )
+        if self._options.kernels:
+            self._kernels(steps)
         used = hits + fetched + left
         routed = used / pool.layout.parts * pool.layout.nbytes / self._options.steps
         work = Work(pool.layers, self._dense, routed)
@@ -163,8 +166,8 @@ class Bench:
             wanted=wanted,
             hits=hits / used,
             fetched=fetched / used,
-            seconds=median(whole for whole, _ in times),
-            gap=median(whole - graph for whole, graph in times),
+            seconds=median(times),
+            gap=median(times) - self._without_gaps(steps) if left == fetched == 0 else None,
             bound=work.seconds(hits / used, self.bandwidths),
         )
 
@@ -182,35 +185,57 @@ class Bench:
         part = self._pool.layout.nbytes / self._pool.layout.parts
         return Split(self._pool.layers, 1e9 * part / self.bandwidths.cpu, 1e9 * part / self.bandwidths.link)
 
-    def _step(
-        self, steps: DecodeSteps, experts: OffloadedExperts | None = None, wanted: float = 1.0
-    ) -> tuple[float, float]:
-        """Seconds from when the tokens are known until the next ones are; and of the graph alone."""
+    def _step(self, steps: DecodeSteps, experts: OffloadedExperts | None = None, wanted: float = 1.0) -> float:
+        """Seconds from when the tokens are known until the next ones are."""
         if experts is not None:
             self._ops.routing.draw(experts.residency.slot_of, wanted)
-        position = self._options.context + self._steps % PAGE
-        self._steps += 1
-        parts = [
-            Rows((1,), position, range(row * self._pages, (row + 1) * self._pages), row + 1)
-            for row in range(self._options.rows)
-        ]
+        parts = self._parts()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        timed = Timed(0)
-        tokens = steps.run(parts)
-        timed.end()
-        tokens.tolist()
+        steps.launch(parts)
+        if experts is not None:
+            experts.learn()
+        steps.wait(len(parts)).tolist()
         if experts is not None:
             experts.after_step()
-        return time.perf_counter() - start, timed.seconds()
+        return time.perf_counter() - start
 
-    def _decode_steps(self) -> DecodeSteps:
+    def _kernels(self, steps: DecodeSteps) -> None:
+        """Tell what a step spends its time on; for routing that may be repeated."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(4):
+                steps.run(self._parts())
+        table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=48)
+        self._tell(f"device time of 4 steps by kernel\n{table}")
+
+    def _without_gaps(self, steps: DecodeSteps) -> float:
+        """Seconds of a step when the next one is launched while it runs; for routing that may be repeated."""
+        parts = self._parts()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(self._options.steps):
+            steps.launch(parts)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / self._options.steps
+
+    def _parts(self) -> list[Rows]:
+        """The next token of every sequence."""
+        position = self._options.context + self._steps % PAGE
+        self._steps += 1
+        rows = range(self._options.rows)
+        return [Rows((1,), position, range(row * self._pages, (row + 1) * self._pages), row + 1) for row in rows]
+
+    def _decode_steps(self, report: Callable[[], None]) -> DecodeSteps:
         """Greedy; the page and the state that no sequence has come last."""
+
+        def finish(logits: Tensor) -> Tensor:
+            report()
+            return logits.argmax(dim=1)
+
         scratch = self._options.rows * self._pages, self._options.rows + 1
         return DecodeSteps(
-            self._runner.model, self._runner.cache, lambda logits: logits.argmax(dim=1),
-            pages=self._pages, scratch=scratch, device=self._device,
-        )  # fmt: skip
+            self._runner.model, self._runner.cache, finish, pages=self._pages, scratch=scratch, device=self._device
+        )
 
     def _dense_bytes(self) -> float:
         """What a step reads and writes besides experts: linear weights, states twice, keys and values."""

@@ -265,7 +265,7 @@ def _decode(runner: Runner, steps: DecodeSteps | None, parts: Sequence[Rows], co
         moved = [Rows((part.tokens[0] + number,), number, part.table, part.slot, logits=True) for part in parts]
         out = runner.forward(moved) if steps is None else steps.run(moved)
         torch.cuda.synchronize()
-        logits.append(out.clone())
+        logits.append(out.cpu().clone())
     return logits
 
 

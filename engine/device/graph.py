@@ -71,9 +71,9 @@ def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Ten
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """``graph`` is None where the step runs at once; ``out`` is then what the last run made."""
+    """``graph`` is None where the step runs at once. ``out``: what ``finish`` made, on the host."""
 
     inputs: Inputs
     graph: torch.cuda.CUDAGraph | None
@@ -94,15 +94,26 @@ class DecodeSteps:
         self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
         self._steps: dict[int, Step] = {}
 
-    @torch.inference_mode()
     def run(self, parts: Sequence[Rows]) -> Tensor:
-        """What ``finish`` made, on the device; the next step of as many sequences overwrites it. Does not wait."""
+        """What ``finish`` made, on the host; the next step of as many sequences overwrites it."""
+        self.launch(parts)
+        return self.wait(len(parts))
+
+    @torch.inference_mode()
+    def launch(self, parts: Sequence[Rows]) -> None:
+        """Begin a step; the one before has ended."""
         step = self.prepare(len(parts))
         step.inputs.fill(parts)
         if step.graph is None:
-            return self._forward(step.inputs.batch)
-        step.graph.replay()
-        return step.out
+            step.out = self._forward(step.inputs.batch)
+        else:
+            step.graph.replay()
+
+    def wait(self, rows: int) -> Tensor:
+        """The result of the step of so many sequences that was launched last."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._steps[rows].out
 
     @torch.inference_mode()
     def prepare(self, rows: int) -> Step:
@@ -118,12 +129,13 @@ class DecodeSteps:
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)
         for _ in range(_WARM_UPS):
-            self._forward(inputs.batch)
+            out = self._forward(inputs.batch)
         torch.cuda.synchronize(self._device)
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = self._forward(inputs.batch)
-        return Step(inputs, graph, out)
+            host.copy_(self._forward(inputs.batch), non_blocking=True)
+        return Step(inputs, graph, host)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._finish(self._model.forward(batch, self._cache))

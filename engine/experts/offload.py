@@ -26,8 +26,8 @@ class OffloadedExperts:
     """Implements ``engine.kernels.ops.DeviceExperts`` over a pool that holds all experts and an executor for it.
 
     ``split``: what goes over the link. ``slots``: experts that the device has room for, besides a scratch slot. Layers
-    are packed in order; ``start`` comes after the last one and before the first ``run``. After every step, when its
-    results are there, ``after_step``.
+    are packed in order; ``start`` comes after the last one and before the first ``run``. A step ends with ``report``;
+    ``after_step`` comes when its results are there, and ``learn`` at leisure, best while the next step runs.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class OffloadedExperts:
         self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots, device)
         self._slots = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=device)
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
+        pinned = device.type == "cuda"
+        self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
+        self._shares = torch.zeros(pool.layers, dtype=torch.int32, pin_memory=pinned)
+        self._learnt_from = executor.times, self._work.numpy()
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._mailbox = self._pool = 0
         self._packed = 0
@@ -87,11 +91,18 @@ class OffloadedExperts:
             self._split.fix(share)
         self._share()
 
+    def report(self) -> None:
+        """The last work of a step on the device: tells the host what was done where."""
+        self._work.copy_(self.residency.work, non_blocking=True)
+
     def after_step(self) -> None:
-        """Learns from the step's times how to split the next one. Raises ExecutorError when the CPU's part of the step
-        failed or did not come: its results are worth nothing."""
+        """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
         self._watchdog.check()
-        if self._split.update(self.executor.times, self.residency.work.cpu().numpy()):
+        self._learnt_from = self.executor.times.copy(), self._work.numpy().copy()
+
+    def learn(self) -> None:
+        """From the step that ended last, how to split those after the one that runs."""
+        if self._split.update(*self._learnt_from):
             self._share()
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
@@ -113,7 +124,9 @@ class OffloadedExperts:
         return y
 
     def _share(self) -> None:
-        self.residency.share.copy_(torch.from_numpy(self._split.share))
+        """In the order of the stream. The last copy was made before a step that has ended."""
+        self._shares.copy_(torch.from_numpy(self._split.share))
+        self.residency.share.copy_(self._shares, non_blocking=True)
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0

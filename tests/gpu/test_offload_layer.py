@@ -57,7 +57,9 @@ class Case:
         """One layer of one step with random routing; what it gave."""
         x, ids, weights = routed(rows, seed)
         y = self.offloaded.run(x, ids, weights, self.layers[layer])
+        self.offloaded.report()
         self.offloaded.after_step()
+        self.offloaded.learn()
         expected = ReferenceOps().experts(x, ids, weights, self.twins[layer])
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
         return y
