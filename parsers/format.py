@@ -276,6 +276,11 @@ class Switches:
         return self.efforts[(below or known)[-1 if below else 0]] if known else {}
 
 
+def by_level(variable: str, *levels: Effort) -> Mapping[Effort, Mapping[str, object]]:
+    """Efforts that one variable of the template is told by their own names."""
+    return {level: {variable: level} for level in levels}
+
+
 @dataclass(frozen=True)
 class ToolsText:
     """How tools are declared in the system text when the checkpoint's template ignores them."""
@@ -324,8 +329,10 @@ class Format:
 
     def can_call(self, name: str) -> bool:
         """Whether a tool's name can be told from all else that is written where it stands."""
-        if not name.strip() or len(name) > LONGEST_NAME or self.frames is None:
-            return bool(name.strip()) and len(name) <= LONGEST_NAME
+        if not name.strip() or len(name) > LONGEST_NAME:
+            return False
+        if self.frames is None:
+            return True
         header = self.frames.call.replace("{name}", name.strip())
         kinds = (route.kind for route in self.frames.routes if re.search(route.pattern, header, re.DOTALL))
         return next(kinds, "") == "call" and "{" not in name

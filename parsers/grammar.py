@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parsers.codecs.writers import spelled
 from parsers.conversation import Tool
 from parsers.format import Format, Frames, JsonCall, PythonCalls, Tagged
 from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, regex, regex_of_lark, sequence
@@ -178,12 +179,14 @@ class _Turn:
 
     def _header(self, name: str) -> str:
         parts = _HOLE.split(self.call.header)
-        escapes = isinstance(self.call.codec, Tagged) and self.call.codec.escapes
-        spelled = name.replace("&", "&amp;").replace('"', "&quot;") if escapes else name
         found = []
         for number, part in enumerate(parts):
             if number % 2:
-                found.append(plain(spelled) if part == "name" else self.rules.terminal(regex(_HOLES[part])))
+                found.append(
+                    plain(spelled(self.call.codec, name))
+                    if part == "name"
+                    else self.rules.terminal(regex(_HOLES[part]))
+                )
                 continue
             bare = part.rstrip() if number == len(parts) - 1 else part
             found += [self.literal(bare), self.rules.layout(part[len(bare) :])]

@@ -6,7 +6,7 @@ import html
 import re
 
 from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed, declared
-from parsers.codecs.writers import escaped
+from parsers.codecs.writers import spelled
 from parsers.format import Call as CallFormat
 from parsers.format import Codec, Elements, Json, Literals, Tagged
 from parsers.source import Source, Step, Stops
@@ -31,6 +31,7 @@ class Header:
         self.head = parts[0].strip()
         """How a header begins, where it is distinctive."""
         end = parts[-1].strip()
+        self._codec = call.codec
         self._escapes = isinstance(call.codec, Tagged) and call.codec.escapes
         self._starts = tuple(wire.code(start) for start in _starts(call.codec))
         self._hard = (*fence.opens, *fence.closes, *fence.ends, *others)
@@ -46,7 +47,7 @@ class Header:
         """The tool's name. ``begun``: the first text of the pattern is consumed already. What ended the header, where
         that is no part of it, still comes next. Raises Malformed, Interrupted and Cut."""
         lead = "" if begun else self.head
-        odd = {(lead + self._spelled(name)).lstrip(): name for name in call.tools if not usual(name)}
+        odd = {(lead + spelled(self._codec, name)).lstrip(): name for name in call.tools if not usual(name)}
         yield from source.space()
         known = yield from declared(source, odd)
         text, stop = yield from source.upto(self._stops, _LIMIT)
@@ -69,9 +70,6 @@ class Header:
         if not usual(name) and name not in call.tools:
             raise Malformed
         return html.unescape(name) if self._escapes else name
-
-    def _spelled(self, name: str) -> str:
-        return escaped(name) if self._escapes else name
 
 
 def usual(name: str) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from parsers.events import Boundary, BoundaryKind, Event, TextDelta, ThinkingDelta, Tolerated, ToolArgsDelta
-from parsers.source import Emit, Source
+from parsers.source import Emit, Source, certain
 from parsers.wire import Wire
-
-_CODE = re.compile("[\ud800-\udfff]")
 
 
 class Output:
@@ -66,7 +62,7 @@ class Output:
 
     def visible(self, text: str) -> str:
         """Text without control tokens, but for those that may stand for visible text."""
-        if text.isascii() or not _CODE.search(text):
+        if text.isascii() or not certain(text):
             return text
         if any(code in self._wire.special for code in text):
             self.tolerate("stray_control_token")

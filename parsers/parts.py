@@ -9,10 +9,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from parsers.lark import ANY, GrammarError, escaped
+from parsers.schema import ALIASES, KINDS
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
-_ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
-_KINDS = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"))
 _NOTES |= frozenset(("$schema", "$id", "$comment", "$anchor"))
 """Keywords that assert nothing here."""
@@ -160,7 +159,7 @@ class Parts:
         if "enum" in schema or "const" in schema:
             kinds: dict[str, list[Any]] = {}
             for value in schema.get("enum", [schema.get("const")]):
-                kind = _KINDS.get(type(value), "object")
+                kind = KINDS.get(type(value), "object")
                 if not types or kind in types or (kind == "integer" and "number" in types):
                     kinds.setdefault(kind, []).append(value)
             return [{"type": kind, "enum": values} for kind, values in kinds.items()]
@@ -293,7 +292,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     """The declared types, spelled as JSON Schema does."""
     declared = schema["type"]
     names = [str(name) for name in (declared if isinstance(declared, list | tuple) else [declared])]
-    found = [_ALIASES.get(name.lower(), name) for name in names]
+    found = [ALIASES.get(name.lower(), name) for name in names]
     if found and schema.get("nullable") is True:
         found.append("null")
     unknown = [name for name in found if name not in TYPES]

@@ -16,8 +16,8 @@ from typing import Any
 
 FREEFORM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Formats know only JSON arguments: a free-form tool's input travels as the one string ``input``."""
-_ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
-_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+ALIASES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "dict": "object", "list": "array"}
+KINDS = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _UNKNOWN_ESCAPES = re.compile(r"(?<!\\)(?:\\\\)*\\(?![\\'\"abfnrtvxuUN0-7\n])")
 _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
@@ -96,10 +96,10 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that one place names itself."""
     declared = schema.get("type")
     names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
-    found = {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
+    found = {ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(values, list | tuple):
-        found = {_TYPES.get(type(value), "object") for value in values}
+        found = {KINDS.get(type(value), "object") for value in values}
     if not found and ("properties" in schema or "additionalProperties" in schema):
         found.add("object")
     if not found and "items" in schema:

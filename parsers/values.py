@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parsers.codecs.call import NAME_LIMIT
+from parsers.codecs.writers import spelled
 from parsers.format import Codec, Elements, Literals, PythonCalls, Tagged
 from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, sequence
 from parsers.parts import DEPTH, TYPES, Member, Parts
@@ -69,12 +70,12 @@ class Values(Parts):
         found = [sequence((self._parameter(codec, member), between)) for member in members]
         parts = [one if member.required else f"({one})?" for one, member in zip(found, members, strict=True)]
         if more:
-            key = self._other_key(_key(codec, member.key) for member in members)
+            key = self._other_key(spelled(codec, member.key) for member in members)
             parts.append(f"({sequence((self._opened(codec, key, {}), between))})*")
         return sequence(("" if apart else between, *parts))
 
     def _parameter(self, codec: Tagged, member: Member) -> str:
-        return self._rules.rule(self._opened(codec, plain(_key(codec, member.key)), member.schema))
+        return self._rules.rule(self._opened(codec, plain(spelled(codec, member.key)), member.schema))
 
     def _opened(self, codec: Tagged, key: str, schema: object) -> str:
         edge = "\n" if codec.trim == "newline" else ""
@@ -223,10 +224,12 @@ class Values(Parts):
         found = []
         for member in members:
             key = member.key
-            spelled = key.isidentifier() if not without else bool(key) and key == key.strip() and not set(key) & without
+            writable = (
+                key.isidentifier() if not without else bool(key) and key == key.strip() and not set(key) & without
+            )
             if member.schema is False and not member.required:
                 continue
-            if spelled and len(key) <= NAME_LIMIT:
+            if writable and len(key) <= NAME_LIMIT:
                 found.append(member)
             elif member.required or self.exact:
                 raise GrammarError(f"the parameter {key!r:.80} cannot be written by this model")
@@ -276,7 +279,3 @@ def _kind(codec: Tagged, kind: str) -> str:
     if codec.typed == "string":
         return "true" if kind == "string" else "false"
     return "number" if kind == "integer" else kind
-
-
-def _key(codec: Tagged, key: str) -> str:
-    return key.replace("&", "&amp;").replace('"', "&quot;") if codec.escapes else key

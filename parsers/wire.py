@@ -29,7 +29,7 @@ class Wire:
         control = tokenizer.control
         strings = set(wire_format.generated())
         names = sorted((name for name in control if any(name in text for text in strings)), key=len, reverse=True)
-        pattern = _any_of(names)
+        pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         found = dict.fromkeys(token for text in sorted(strings) for token in pattern.findall(text))
         codes = {token: chr(_FIRST_CODE + number) for number, token in enumerate(found)}
         return cls(
@@ -52,7 +52,3 @@ class Wire:
     def text_of(self, buffer: str) -> str:
         """Text from the buffer with its codes spelled out."""
         return buffer if buffer.isascii() else buffer.translate(self._spelled)
-
-
-def _any_of(names: list[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")

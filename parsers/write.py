@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parsers.codecs.writers import Written, escaped
+from parsers.codecs.writers import Written, spelled
 from parsers.codecs.writers import arguments_text as codec_text
 from parsers.conversation import Block, Text, Thinking, Tool, ToolCall
 from parsers.format import Answer, Call, Format, Frames, JsonCall, PythonCalls, Tagged, Think, ToolsText
@@ -98,7 +98,7 @@ def _section(call: Call, calls: Sequence[_Numbered], behind_text: bool) -> str:
 def call_text(call: Call, one: _Numbered) -> str:
     """One call with its own wrapper."""
     written = one.call
-    name = escaped(written.name) if isinstance(call.codec, Tagged) and call.codec.escapes else written.name
+    name = spelled(call.codec, written.name)
     header = call.header
     for hole, value in (("{n}", str(one.number)), ("{n1}", str(one.ordinal)), ("{id}", written.id), ("{name}", name)):
         header = header.replace(hole, value)
@@ -168,7 +168,7 @@ def tool_descriptions(guard: Guard, tools: Sequence[Tool]) -> list[dict[str, obj
             "function": {
                 "name": guard.text(tool.name),
                 "description": guard.text(tool.description),
-                "parameters": guard.value(_plain(FREEFORM_SCHEMA if tool.freeform else tool.parameters)),
+                "parameters": guard.value(dict(FREEFORM_SCHEMA if tool.freeform else tool.parameters)),
             },
         }
         for tool in tools
@@ -179,7 +179,3 @@ def tools_text(text: ToolsText, descriptions: Sequence[Mapping[str, object]]) ->
     """The declaration of tools where the template has none."""
     lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in descriptions)
     return text.before + lines + text.after
-
-
-def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(parameters)

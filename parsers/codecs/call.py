@@ -111,14 +111,6 @@ class Fence:
     """How the header of a call begins."""
 
 
-class Coder(Protocol):
-    """A format's strings as they travel in the buffer."""
-
-    def code(self, text: str) -> str: ...
-
-    def text_of(self, buffer: str) -> str: ...
-
-
 class Reader(Protocol):
     """Reads the arguments of one call."""
 

@@ -285,15 +285,15 @@ class PythonReader:
         yield from source.space()
         odd = {f"{name}(".lstrip(): name for name in call.tools if not _NAME.fullmatch(name)}
         if known := (yield from declared(source, odd)):
-            name, stop = odd[known], "("
+            name = odd[known]
         elif (yield from source.peek()) == "{":
             call.tolerate("json_call")
             return (yield from self._json.read(source, call))
         else:
             text, stop = yield from source.take(self._name, NAME_LIMIT)
             name = text.strip()
-        if stop != "(" or not (_NAME.fullmatch(name) or name in call.tools):
-            raise Malformed
+            if stop != "(" or not (_NAME.fullmatch(name) or name in call.tools):
+                raise Malformed
         call.announce(name)
         yield from self._values.members(source, call, ")", "=")
         return ""

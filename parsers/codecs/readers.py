@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.codecs.call import Coder, Fence, Reader
+from parsers.codecs.call import Fence, Reader
 from parsers.codecs.elements import ElementsReader
 from parsers.codecs.json_text import JsonCallReader, JsonReader
 from parsers.codecs.literals import LiteralsReader, PythonReader
 from parsers.codecs.tagged import TaggedReader
 from parsers.format import Codec, Elements, Json, JsonCall, Literals, Pair, PythonCalls, Tagged
 from parsers.source import certain
+from parsers.wire import Wire
 
 
-def reader_for(codec: Codec, fence: Fence, wire: Coder) -> Reader:
+def reader_for(codec: Codec, fence: Fence, wire: Wire) -> Reader:
     """``fence`` is coded already, ``codec`` is not."""
     code = wire.code
     spelled = frozenset(wire.text_of(text) for text in (*fence.closes, *fence.opens) if certain(text))

@@ -48,9 +48,10 @@ def arguments_text(codec: Codec, call: Written) -> str:
             return f"{call.name}({members})"
 
 
-def escaped(text: str) -> str:
-    """Text inside an attribute."""
-    return text.replace("&", "&amp;").replace('"', "&quot;")
+def spelled(codec: Codec, text: str) -> str:
+    """A name or a key, where it stands in an attribute."""
+    escapes = isinstance(codec, Tagged) and codec.escapes
+    return text.replace("&", "&amp;").replace('"', "&quot;") if escapes else text
 
 
 def _tagged(codec: Tagged, key: str, value: object) -> str:
@@ -61,7 +62,7 @@ def _tagged(codec: Tagged, key: str, value: object) -> str:
         kind = codec.key_end + ("true" if isinstance(value, str) else "false")
     elif codec.typed:
         kind = codec.key_end + _TYPE_NAMES.get(type(value), "number")
-    return f"{codec.open}{escaped(key) if codec.escapes else key}{kind}{codec.open_end}{edge}{text}{edge}{codec.close}"
+    return f"{codec.open}{spelled(codec, key)}{kind}{codec.open_end}{edge}{text}{edge}{codec.close}"
 
 
 def _literal(codec: Literals, value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Effort, Format, Json, Pair, Result, Switches, Tagged, Think, ToolsText, Turns
+from parsers.format import Call, Format, Json, Pair, Result, Switches, Tagged, Think, ToolsText, Turns, by_level
 
 _BOS = "<｜begin▁of▁sentence｜>"
 _TURNS = Turns(
@@ -100,8 +100,6 @@ V32 = replace(
     encoder="deepseek_v32",
 )
 
-_EFFORTS: tuple[Effort, ...] = ("low", "high", "max")
-
 V4 = replace(
     V32,
     name="deepseek_v4",
@@ -113,7 +111,7 @@ V4 = replace(
         always={"drop_thinking": False},
         on={"thinking": True},
         off={"thinking": False},
-        efforts={level: {"reasoning_effort": level} for level in _EFFORTS},
+        efforts=by_level("reasoning_effort", "low", "high", "max"),
     ),
     encoder="deepseek_v4",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns
+from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns, by_level
 
 _PARAMETERS = Tagged(open="<arg_key>", open_end="</arg_key>\n<arg_value>", close="</arg_value>", trim="none")
 
@@ -48,11 +48,7 @@ GLM53 = replace(
         always={"clear_thinking": False},
         on={},
         off={"reasoning_effort": "low"},
-        efforts={
-            "low": {"reasoning_effort": "low"},
-            "high": {"reasoning_effort": "high"},
-            "max": {"reasoning_effort": "max"},
-        },
+        efforts=by_level("reasoning_effort", "low", "high", "max"),
     ),
 )
 
@@ -100,7 +96,7 @@ HY3 = replace(
         always={"preserved_thinking": True},
         on={"reasoning_effort": "high"},
         off={"reasoning_effort": "no_think"},
-        efforts={"low": {"reasoning_effort": "low"}, "high": {"reasoning_effort": "high"}},
+        efforts=by_level("reasoning_effort", "low", "high"),
     ),
     suffix=r"<think(:[\w-]+)>",
 )

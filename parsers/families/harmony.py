@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsers.format import Call, Format, Frames, Json, Pair, Result, Route, Switches, Tagged, Turns
+from parsers.format import Call, Format, Frames, Json, Pair, Result, Route, Switches, Tagged, Turns, by_level
 
 HARMONY = Format(
     name="harmony",
@@ -36,11 +36,7 @@ HARMONY = Format(
     switches=Switches(
         on={},
         off={"reasoning_effort": "low"},
-        efforts={
-            "low": {"reasoning_effort": "low"},
-            "medium": {"reasoning_effort": "medium"},
-            "high": {"reasoning_effort": "high"},
-        },
+        efforts=by_level("reasoning_effort", "low", "medium", "high"),
     ),
 )
 
@@ -80,10 +76,6 @@ MUSE = Format(
     switches=Switches(
         on={},
         off={"reasoning_strength": "low"},
-        efforts={
-            "low": {"reasoning_strength": "low"},
-            "medium": {"reasoning_strength": "medium"},
-            "high": {"reasoning_strength": "high"},
-        },
+        efforts=by_level("reasoning_strength", "low", "medium", "high"),
     ),
 )

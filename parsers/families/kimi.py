@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from parsers.format import Answer, Call, Format, Json, Pair, Result, Switches, Tagged, Think, Tolerances, Turns
+from parsers.format import (
+    Answer,
+    Call,
+    Format,
+    Json,
+    Pair,
+    Result,
+    Switches,
+    Tagged,
+    Think,
+    Tolerances,
+    Turns,
+    by_level,
+)
 
 K2 = Format(
     name="kimi_k2",
@@ -72,11 +85,7 @@ K3 = Format(
     switches=Switches(
         on={"thinking": True},
         off={"thinking": False},
-        efforts={
-            "low": {"thinking_effort": "low"},
-            "high": {"thinking_effort": "high"},
-            "max": {"thinking_effort": "max"},
-        },
+        efforts=by_level("thinking_effort", "low", "high", "max"),
     ),
     encoder="kimi_k3",
 )
