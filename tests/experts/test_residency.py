@@ -21,7 +21,6 @@ from engine.experts.residency import (
     ONE,
     SHIFT,
     SPAN,
-    WINDOW,
     Decision,
     Residency,
     decayed,
@@ -30,6 +29,7 @@ from engine.experts.residency import (
     policies,
     resolve,
     used,
+    window,
     wrap,
 )
 
@@ -158,9 +158,21 @@ def test_free_slots_go_first_then_the_least_valuable() -> None:
 def test_the_window_moves_on() -> None:
     state = Residency.create(LAYOUT, LAYERS, 1000, 700, DEVICE)
     assert decide(state, [1]).slot.tolist() == [[0]]
-    assert decide(state, [2]).slot.tolist() == [[WINDOW]]
+    assert decide(state, [2]).slot.tolist() == [[64]]
     decide(state, [2])  # nothing to fetch
-    assert decide(state, [3]).slot.tolist() == [[0]] if 3 * WINDOW % 700 == 0 else [[2 * WINDOW]]
+    assert decide(state, [3]).slot.tolist() == [[128]]
+
+
+def test_the_window_grows_with_the_call() -> None:
+    assert [window(pairs) for pairs in (1, 8, 32, 33, 64, 128, 256)] == [64, 64, 64, 128, 128, 128, 128]
+
+
+def test_of_equal_victims_the_first_of_the_window_goes() -> None:
+    state = Residency.create(LAYOUT, LAYERS, 16, 4, DEVICE)
+    state.follow(lru(LAYERS))
+    decide(state, [1, 2, 3, 4])
+    state.hand.fill_(2)
+    assert decide(state, [9, 10]).slot.tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize(("half_life", "text"), [(0, "power of two"), (33, "power of two"), (512, "power of two")])
