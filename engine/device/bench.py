@@ -172,12 +172,15 @@ class Bench:
         )
 
     def _prime(self, experts: OffloadedExperts, steps: DecodeSteps) -> None:
-        """Fetch until every slot is used."""
+        """Fetch until every slot is used; then find what the sides take besides misses."""
         self._tell(f"{experts.residency.slots} slots")
         per_step = self._pool.layers * self._options.rows * self._executor.layout.ranks
         experts.fix(1.0)
         for _ in range(2 * math.ceil(experts.residency.slots / per_step) + 1):
             self._step(steps, experts, 0.0)
+        experts.fix(0.0)
+        for _ in range(_SETTLE):
+            self._step(steps, experts, 0.7)
         experts.fix(self._options.split)
 
     def _split(self) -> Split:

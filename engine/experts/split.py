@@ -32,6 +32,8 @@ class Split:
             raise ValueError(f"a split needs layers and times above 0, not {layers}, {cpu_ns} and {link_ns}")
         self._cpu_alone, self._link_alone = np.full(layers, cpu_ns), np.full(layers, link_ns)
         self._cpu, self._link = self._cpu_alone.copy(), self._link_alone.copy()
+        self._cpu_fixed, self._link_fixed, self._missing = np.zeros(layers), np.zeros(layers), np.ones(layers)
+        self._cpu_part = cpu_ns
         self._target = np.zeros(layers)
         self._aim()
         self._share = self._target.copy()
@@ -56,22 +58,29 @@ class Split:
     def update(self, times: npt.NDArray[np.int64], work: npt.NDArray[np.int32]) -> bool:
         """After a step: ``times`` [layers, 3] as the executor has them (ns until the CPU was done, ns until the device
         was; they count where the CPU had work) and ``work`` [layers, 3] as ``Residency`` has it. Whether ``share``
-        changed. While it is fixed nothing is learnt."""
-        if self._fixed is not None:
-            return False
+        changed. While it is fixed at 0 what the sides take besides parts is learnt, and at others nothing."""
         on_cpu, on_link = work[:, CPU], work[:, FETCHED]
+        if self._fixed is not None:
+            if self._fixed == 0:
+                besides = np.maximum(times[:, 0] - self._cpu_part * on_cpu, 0.0)
+                _blend(self._cpu_fixed, besides, on_cpu > 0, _WEIGHT)
+                _blend(self._link_fixed, times[:, 1], (on_cpu > 0) & (times[:, 1] > 0), _WEIGHT)
+            return False
+        missing = on_cpu + on_link
+        _blend(self._missing, missing, missing > 0, _WEIGHT)
         cpu, link = times[:, 0] / np.maximum(on_cpu, 1), times[:, 1] / np.maximum(on_link, 1)
         both, one = (on_cpu > 0) & (on_link > 0), (on_cpu > 0) ^ (on_link > 0)
         measured = both & self._pays  # on the way to one side, the other's few parts tell little
         _blend(self._cpu, cpu, measured, _WEIGHT)
         _blend(self._link, link, measured, _WEIGHT)
-        _blend(self._cpu_alone, cpu, one & (on_cpu > 0), _WEIGHT)  # the link's alone is not measured
+        of_parts = np.maximum(times[:, 0] - self._cpu_fixed, 1.0) / np.maximum(on_cpu, 1)
+        _blend(self._cpu_alone, of_parts, one & (on_cpu > 0), _WEIGHT)  # the link's alone is not measured
         drifts = one | (both & ~self._pays)
-        _blend(self._cpu, self._cpu_alone, drifts, _DRIFT)
-        _blend(self._link, self._link_alone, drifts, _DRIFT)
+        cpu_alone, link_alone = self._alone()
+        _blend(self._cpu, cpu_alone, drifts, _DRIFT)
+        _blend(self._link, link_alone, drifts, _DRIFT)
         self._aim()
 
-        missing = on_cpu + on_link
         step = self._target - self._share
         part = 1 / np.maximum(missing, 1)
         moves = (missing > 0) & ((np.abs(step) >= _HOLD * part) | (self._target == 0) | (self._target == 1))
@@ -79,10 +88,15 @@ class Split:
         self._share += step
         return bool(step.any())
 
+    def _alone(self) -> tuple[Floats, Floats]:
+        """ns per part, for as many parts as are missing of late, when one side does everything."""
+        return self._cpu_alone + self._cpu_fixed / self._missing, self._link_alone + self._link_fixed / self._missing
+
     def _aim(self) -> None:
+        cpu_alone, link_alone = self._alone()
         together = self._cpu * self._link / (self._cpu + self._link)
-        alone = np.where(self._link_alone < self._cpu_alone, 1.0, 0.0)
-        self._pays = together <= np.minimum(self._cpu_alone, self._link_alone)
+        self._pays = together <= np.minimum(cpu_alone, link_alone)
+        alone = np.where(link_alone < cpu_alone, 1.0, 0.0)
         self._target = np.where(self._pays, self._cpu / (self._cpu + self._link), alone)
 
 

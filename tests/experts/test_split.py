@@ -82,6 +82,19 @@ def test_fixed_costs_are_part_of_the_balance(fixed: tuple[float, float]) -> None
     assert took[-1] <= best + 9e3
 
 
+def test_fixed_costs_do_not_make_one_side_alone_seem_better() -> None:
+    """A few missing parts beside experts that the device has: neither side's time is that of its parts alone."""
+    machine, split = Machine(9e3, 8e3, cpu_fixed=1.5e4, link_fixed=2e4), Split(1, 9e3, 8e3)
+    split.fix(0.0)
+    for _ in range(32):
+        split.update(np.array([[1.5e4 + 8 * 9e3, 2e4, 8]]).astype(np.int64), np.array([[24, 0, 8]], dtype=np.int32))
+    split.free()
+    fetched, took = run(machine, split, [8] * 400)
+    assert len(set(fetched[-100:])) == 1
+    rng = random.Random(0)
+    assert took[-1] <= min(max(machine.times(8 - parts, parts, rng)) for parts in range(9)) + 9e3
+
+
 @pytest.mark.parametrize("contention", [1.3, 1.9, 3.0])
 @pytest.mark.parametrize(("cpu", "link"), [(1e4, 1e4), (3e4, 1e4), (1e4, 4e4)])
 def test_it_is_never_worse_than_one_side_alone_by_more_than_a_part(cpu: float, link: float, contention: float) -> None:
