@@ -89,10 +89,10 @@ def test_fixed_costs_do_not_make_one_side_alone_seem_better() -> None:
     for _ in range(32):
         split.update(np.array([[1.5e4 + 8 * 9e3, 2e4, 8]]).astype(np.int64), np.array([[24, 0, 8]], dtype=np.int32))
     split.free()
-    fetched, took = run(machine, split, [8] * 400)
+    fetched, took = run(machine, split, [4] * 400)
     assert len(set(fetched[-100:])) == 1
     rng = random.Random(0)
-    assert took[-1] <= min(max(machine.times(8 - parts, parts, rng)) for parts in range(9)) + 9e3
+    assert took[-1] <= min(max(machine.times(4 - parts, parts, rng)) for parts in range(5)) + 9e3
 
 
 @pytest.mark.parametrize("contention", [1.3, 1.9, 3.0])
