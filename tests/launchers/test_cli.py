@@ -77,6 +77,8 @@ def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixtu
     [
         ("engine.bench", ["decode"]),
         ("engine.bench_store", []),
+        ("engine.bench_bandwidth", []),
+        ("engine.bench_offload", []),
         ("engine.checkpoint", ["tiny"]),
         ("launchers.cli", ["bench", "replay"]),
         ("launchers.cli", ["bench", "trace"]),
