@@ -155,7 +155,7 @@ def attention(
 
 @triton.jit
 def _write_pages(
-    k, v, k_pages, v_pages, segments, table, count, width, size,
+    k, v, k_pages, v_pages, segments, table, count, width, size, k_row, v_row,
     PAGE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -163,8 +163,8 @@ def _write_pages(
     page = tl.load(table + tl.maximum(sequence, 0) * width + position // PAGE).to(tl.int64)
     here = at < tl.where(tl.minimum(sequence, page) < 0, 0, size)
     to = (page * PAGE + position % PAGE) * size + at
-    tl.store(k_pages + to, tl.load(k + row * size + at, mask=here, other=0.0).to(k_pages.dtype.element_ty), mask=here)
-    tl.store(v_pages + to, tl.load(v + row * size + at, mask=here, other=0.0).to(v_pages.dtype.element_ty), mask=here)
+    tl.store(k_pages + to, tl.load(k + row * k_row + at, mask=here, other=0.0).to(k_pages.dtype.element_ty), mask=here)
+    tl.store(v_pages + to, tl.load(v + row * v_row + at, mask=here, other=0.0).to(v_pages.dtype.element_ty), mask=here)
 
 
 def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
@@ -174,7 +174,7 @@ def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: B
     block = min(1024, triton.next_power_of_2(size))
     if k.numel():
         _write_pages[(rows, triton.cdiv(size, block))](
-            k, v, k_pages, v_pages, batch.segments, batch.page_table, count, width, size,
+            k, v, k_pages, v_pages, batch.segments, batch.page_table, count, width, size, k.stride(0), v.stride(0),
             PAGE=PAGE, SEGMENTS=triton.next_power_of_2(max(1, count)), BLOCK=block,
         )  # fmt: skip
     return None

@@ -56,14 +56,19 @@ class DeviceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return pointwise.rms_norm(x, None, weight, eps, offset)
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return pointwise.add_rms_norm(x, delta, weight, eps, offset)
+
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return pointwise.rms_norm(x, gate, weight, eps, 0.0)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return pointwise.silu_mul(gate_up)
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return pointwise.sigmoid_mul(x, gate)
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        return pointwise.sigmoid_mul(x, gate, base)
 
     def rope_table(self, context: int, rotary: int, theta: float) -> Tensor:
         return rope_table(context, rotary, theta).to(self.device)

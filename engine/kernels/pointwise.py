@@ -14,39 +14,67 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _rms_norm(x, gate, weight, out, dim, eps, offset, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    here = column < dim
-    at = tl.program_id(0).to(tl.int64) * dim + column
-    values = tl.load(x + at, mask=here, other=0.0)
+def _rms_norm(
+    x, delta, gate, weight, sums, out, heads, dim, x_row, x_head, delta_row, gate_row, gate_head, eps, offset,
+    ADDED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, head, at, here = program // heads, program % heads, program * dim + column, column < dim
+    values = tl.load(x + row * x_row + head * x_head + column, mask=here, other=0.0)
+    if ADDED:
+        values += tl.load(delta + row * delta_row + column, mask=here, other=0.0)
+        tl.store(sums + at, values, mask=here)
     scale = 1.0 / tl.sqrt(tl.sum(values * values) / dim + eps)
     result = values * scale * (offset + tl.load(weight + column, mask=here, other=0.0))
     if GATED:
-        gates = tl.load(gate + at, mask=here, other=0.0)
+        gates = tl.load(gate + row * gate_row + head * gate_head + column, mask=here, other=0.0)
         result *= gates * _sigmoid(gates)
     tl.store(out + at, result, mask=here)
 
 
 def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    out, dim = torch.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(dim)
+    return _norm(x, None, x if gate is None else gate, weight, eps, offset, gated=gate is not None)[1]
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    return _norm(x, delta, x, weight, eps, offset, gated=False)
+
+
+def _norm(
+    x: Tensor, delta: Tensor | None, gate: Tensor, weight: Tensor, eps: float, offset: float, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and it normalised."""
+    out, dim, block = x.new_empty(x.shape), x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    sums = out if delta is None else torch.empty_like(out)
     if x.numel():
         _rms_norm[(x.numel() // dim,)](
-            x, x if gate is None else gate, weight, out, dim, eps, offset, GATED=gate is not None, BLOCK=block,
-            num_warps=warps(block),
+            x, x if delta is None else delta, gate, weight, sums, out, x.shape[1] if x.dim() == 3 else 1, dim,
+            *_strides(x), x.stride(0) if delta is None else delta.stride(0), *_strides(gate), eps, offset,
+            ADDED=delta is not None, GATED=gated, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
-    return out
+    return sums, out
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of rows and of heads; x [rows, dim] has one head."""
+    return x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
 
 @triton.jit
-def _gated(x, gate, out, width, x_stride, gate_stride, WIDE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(
+    x, gate, base, out, width, dim, x_row, gate_row, gate_head, base_row,
+    WIDE: tl.constexpr, SILU: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
-    gates = tl.load(gate + row * gate_stride + (column if WIDE else column * 0), mask=here, other=0.0)
-    scale = _sigmoid(gates)
+    where = column // dim * gate_head + column % dim if WIDE else column * 0
+    gates = tl.load(gate + row * gate_row + where, mask=here, other=0.0)
+    result = tl.load(x + row * x_row + column, mask=here, other=0.0) * _sigmoid(gates)
     if SILU:
-        scale *= gates
-    tl.store(out + row * width + column, tl.load(x + row * x_stride + column, mask=here, other=0.0) * scale, mask=here)
+        result *= gates
+    if ADDED:
+        result += tl.load(base + row * base_row + column, mask=here, other=0.0)
+    tl.store(out + row * width + column, result, mask=here)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -54,27 +82,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _gate(gate_up[:, width:], gate_up[:, :width], silu=True)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    return _gate(x, gate, silu=False)
+def sigmoid_mul(x: Tensor, gate: Tensor, base: Tensor | None) -> Tensor:
+    return _gate(x, gate, base)
 
 
-def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
-    rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(width))
+def _gate(x: Tensor, gate: Tensor, base: Tensor | None = None, silu: bool = False) -> Tensor:
+    """``x`` times its gates, added to ``base``. Heads of x, unlike those of the gates, follow on each other."""
+    rows, dim = x.shape[0], x.shape[-1]
+    out = x.new_empty(x.shape)
+    width = x[0].numel() if rows else 0
+    block = min(1024, triton.next_power_of_2(max(1, width)))
     if out.numel():
         _gated[(rows, triton.cdiv(width, block))](
-            x, gate, out, width, x.stride(0), gate.stride(0), WIDE=gate.shape[1] == width, SILU=silu, BLOCK=block,
-            num_warps=warps(block),
+            x, gate, x if base is None else base, out, width, dim, x.stride(0), *_strides(gate),
+            x.stride(0) if base is None else base.stride(0),
+            WIDE=gate.shape == x.shape, SILU=silu, ADDED=base is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
     return out
 
 
 @triton.jit
-def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, BLOCK: tl.constexpr):
-    head = tl.arange(0, BLOCK)
-    here, at = head < heads, tl.program_id(0).to(tl.int64) * heads + head
-    x = tl.load(a + at, mask=here, other=0.0) + tl.load(dt_bias + head, mask=here, other=0.0)
+def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, a_row, b_row, BLOCK: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    here, at = head < heads, row * heads + head
+    x = tl.load(a + row * a_row + head, mask=here, other=0.0) + tl.load(dt_bias + head, mask=here, other=0.0)
     # log(1 + e), exact for small e too: the rounding of 1 + e is divided out again (Kahan).
     small = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + small
@@ -82,14 +113,16 @@ def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, BLOCK: tl.constexpr):
     softplus = tl.where(x > 20.0, x, softplus)
     rate = tl.exp(tl.load(a_log + head, mask=here, other=0.0))
     tl.store(decay + at, -rate * softplus, mask=here)
-    tl.store(beta + at, _sigmoid(tl.load(b + at, mask=here, other=0.0)), mask=here)
+    tl.store(beta + at, _sigmoid(tl.load(b + row * b_row + head, mask=here, other=0.0)), mask=here)
 
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    decay, beta, (rows, heads) = torch.empty_like(a), torch.empty_like(b), a.shape
+    (rows, heads), decay, beta = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
     block = triton.next_power_of_2(heads)
     if rows:
-        _gdn_gates[(rows,)](a, b, a_log, dt_bias, decay, beta, heads, BLOCK=block, num_warps=warps(block))
+        _gdn_gates[(rows,)](
+            a, b, a_log, dt_bias, decay, beta, heads, a.stride(0), b.stride(0), BLOCK=block, num_warps=warps(block)
+        )
     return decay, beta
 
 
@@ -119,11 +152,11 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
 
 @triton.jit
 def _route(
-    logits, ids, weights, experts, k, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
+    logits, ids, weights, experts, k, logits_row, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert, rank = tl.arange(0, EXPERTS), tl.arange(0, K)
-    values = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf"))
+    values = tl.load(logits + row * logits_row + expert, mask=expert < experts, other=float("-inf"))
     values = tl.exp(values - tl.max(values))
     every = tl.sum(values)
     left = tl.where(expert < experts, values / every, -1.0)
@@ -150,8 +183,8 @@ def route(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(experts)
     if rows:
         _route[(rows,)](
-            logits, ids, weights, experts, k, RENORMALIZE=renormalize, EXPERTS=block, K=triton.next_power_of_2(k),
-            num_warps=1,
+            logits, ids, weights, experts, k, logits.stride(0),
+            RENORMALIZE=renormalize, EXPERTS=block, K=triton.next_power_of_2(k), num_warps=1,
         )  # fmt: skip
     return ids, weights
 

@@ -26,7 +26,7 @@ class Dense:
 
     @classmethod
     def load(cls, loader: Loader, name: str, hidden: int, inner: int) -> Dense:
-        gate_up = loader.gate_up(name, inner, hidden)
+        gate_up = loader.stacked(name, {"gate_proj": inner, "up_proj": inner}, hidden)
         return cls(loader.ops, gate_up, loader.linear(f"{name}.down_proj", hidden, inner))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -59,16 +59,47 @@ class Routed:
 class RoutedWithShared:
     """Routed experts plus one expert that every row uses, scaled by a sigmoid gate of its own."""
 
-    routed: Routed
-    shared: Dense
-    shared_gate: Any
+    ops: Ops
+    inputs: Any
+    """Router, the shared expert's gate and up projections, and the gate that scales it."""
+    sizes: tuple[int, int, int]
+    experts: Any
+    down: Any
+    top_k: int
+    renormalize: bool
 
     @classmethod
-    def load(cls, loader: Loader, name: str, routed: Routed, hidden: int, shared_inner: int) -> RoutedWithShared:
-        shared = Dense.load(loader, f"{name}.shared_expert", hidden, shared_inner)
-        return cls(routed, shared, loader.linear(f"{name}.shared_expert_gate", 1, hidden))
+    def load(
+        cls,
+        loader: Loader,
+        name: str,
+        hidden: int,
+        inner: int,
+        experts: int,
+        top_k: int,
+        renormalize: bool,
+        shared_inner: int,
+    ) -> RoutedWithShared:
+        shared = f"{name}.shared_expert"
+        inputs = {
+            "gate": experts,
+            "shared_expert.gate_proj": shared_inner,
+            "shared_expert.up_proj": shared_inner,
+            "shared_expert_gate": 1,
+        }
+        return cls(
+            loader.ops,
+            loader.stacked(name, inputs, hidden),
+            (experts, 2 * shared_inner, 1),
+            loader.experts(f"{name}.experts", experts, inner, hidden),
+            loader.linear(f"{shared}.down_proj", hidden, shared_inner),
+            top_k,
+            renormalize,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        ops = self.routed.ops
-        gate = ops.linear(x, self.shared_gate)
-        return self.routed(x) + ops.sigmoid_mul(self.shared(x), gate)
+        ops = self.ops
+        logits, gate_up, gate = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        ids, weights = ops.route(logits, self.top_k, self.renormalize)
+        routed = ops.experts(x, ids, weights, self.experts)
+        return ops.sigmoid_mul(ops.linear(ops.silu_mul(gate_up), self.down), gate, routed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,10 @@ class Loader:
         """``name``.weight [rows, columns], packed."""
         return self.ops.pack(self.source.matrix(f"{name}.weight", rows, columns))
 
-    def gate_up(self, name: str, inner: int, hidden: int) -> Any:
-        """A dense FFN's gate and up projections as one packed weight [2 * inner, hidden]."""
-        gate = self.source.matrix(f"{name}.gate_proj.weight", inner, hidden)
-        up = self.source.matrix(f"{name}.up_proj.weight", inner, hidden)
-        return self.ops.pack(torch.cat([gate, up]))
+    def stacked(self, name: str, rows: Mapping[str, int], columns: int) -> Any:
+        """Linear layers of the same input, ``rows`` of each by its name under ``name``, packed as one weight."""
+        parts = [self.source.matrix(f"{name}.{part}.weight", size, columns) for part, size in rows.items()]
+        return self.ops.pack(torch.cat(parts))
 
     def vector(self, name: str, *shape: int) -> Tensor:
         return self.source.vector(name, *shape).to(self.device)

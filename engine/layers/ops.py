@@ -1,8 +1,9 @@
 """The operations a model file is written in.
 
 Two implementations: ``engine.native.ops.NativeOps`` (C++) and ``engine.layers.reference.ReferenceOps`` (torch twins).
-Configuration chooses one; they are never mixed. Activations are float32, row-major and contiguous, ``[rows, ...]``;
-a row is one token of one sequence. Weights are float32 or bfloat16.
+Configuration chooses one; they are never mixed. Activations are float32, ``[rows, ...]``; a row is one token of one
+sequence. They are contiguous, except that norms, gates, ``route``, ``conv``, ``gated_delta`` and ``write_pages`` also
+take slices of what a linear layer gives: rows and heads evenly apart. Weights are float32 or bfloat16.
 
 Exactness: the result for a row depends on that row and its own sequence's history only, never on how many rows are in
 the call, on chunking, or on other sequences. Elementwise add and multiply are exact in torch and need no operation
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -62,14 +64,19 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension, times (offset + weight). x [..., dim], weight float32 [dim]."""
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, and its rms_norm: a residual stream [rows, dim] and what the next block sees of it."""
+
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm(x) * weight * silu(gate), shapes as x [..., dim]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half) * second half of the last dimension: [rows, 2 * inner] -> [rows, inner]."""
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [rows, n] * sigmoid(gate), gate [rows, n] or [rows, 1]."""
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        """(base +) x * sigmoid(gate), x and base [rows, ...], gate of the same shape or [rows, 1]."""
 
     def rope_table(self, context: int, rotary: int, theta: float) -> Tensor:
         """cos and sin of position * theta^(-2i/rotary), computed in double: float32 [context, rotary // 2, 2]."""

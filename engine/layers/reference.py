@@ -76,6 +76,12 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return _normalize(x, eps) * (offset + weight)
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        x = x + delta
+        return x, self.rms_norm(x, weight, eps, offset)
+
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normalize(x, eps) * weight * F.silu(gate)
 
@@ -83,8 +89,9 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate.contiguous()) * up
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate)
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        result = x * torch.sigmoid(gate)
+        return result if base is None else base + result
 
     def rope_table(self, context: int, rotary: int, theta: float) -> Tensor:
         return rope_table(context, rotary, theta)

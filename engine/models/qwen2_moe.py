@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.layers.ffn import Dense, FeedForward, Routed, RoutedWithShared
+from engine.layers.ffn import Dense, FeedForward, RoutedWithShared
 from engine.layers.loader import Loader
 from engine.layers.ops import Batch, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, dense_layers, read_rope
@@ -117,7 +117,8 @@ class Qwen2Moe:
         for index in range(config.layers):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, config.layers)
-        self.norm = loader.vector("norm.weight", config.hidden)
+        norm = loader.vector("norm.weight", config.hidden)
+        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
@@ -126,11 +127,10 @@ class Qwen2Moe:
         if index in config.dense_layers:
             ffn = Dense.load(loader, f"{name}.mlp", config.hidden, config.inner)
         else:
-            routed = Routed.load(
+            ffn = RoutedWithShared.load(
                 loader, f"{name}.mlp", config.hidden, config.expert_inner, config.experts, config.top_k,
-                config.renormalize,
+                config.renormalize, config.shared_inner,
             )  # fmt: skip
-            ffn = RoutedWithShared.load(loader, f"{name}.mlp", routed, config.hidden, config.shared_inner)
         return Layer(
             loader.vector(f"{name}.input_layernorm.weight", config.hidden),
             Attention(loader, config, f"{name}.self_attn", index, table),
@@ -150,9 +150,10 @@ class Qwen2Moe:
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
+        normed = ops.rms_norm(x, self.layers[0].input_norm, eps)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x = x + layer.attention(ops.rms_norm(x, layer.input_norm, eps), batch, cache)
-            x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps))
-        x = ops.rms_norm(x[batch.logit_rows], self.norm, eps)
+            x, normed = ops.add_rms_norm(x, layer.attention(normed, batch, cache), layer.post_norm, eps)
+            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps)
+        x = normed[batch.logit_rows]
         return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)

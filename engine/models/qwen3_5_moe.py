@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engine.layers.ffn import Routed, RoutedWithShared
+from engine.layers.ffn import RoutedWithShared
 from engine.layers.loader import Loader
 from engine.layers.ops import Batch, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, read_rope
@@ -104,10 +103,14 @@ class GatedDeltaNet:
         self.config = config
         self.index = index
         hidden, channels = config.hidden, 2 * config.keys + config.values
-        self.qkv = loader.linear(f"{name}.in_proj_qkv", channels, hidden)
-        self.z = loader.linear(f"{name}.in_proj_z", config.values, hidden)
-        self.b = loader.linear(f"{name}.in_proj_b", config.value_heads, hidden)
-        self.a = loader.linear(f"{name}.in_proj_a", config.value_heads, hidden)
+        inputs = {
+            "in_proj_qkv": channels,
+            "in_proj_z": config.values,
+            "in_proj_b": config.value_heads,
+            "in_proj_a": config.value_heads,
+        }
+        self.inputs = loader.stacked(name, inputs, hidden)
+        self.sizes = tuple(inputs.values())
         self.conv = loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous()
         self.a_log = loader.vector(f"{name}.A_log", config.value_heads)
         self.dt_bias = loader.vector(f"{name}.dt_bias", config.value_heads)
@@ -117,17 +120,18 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, config, rows = self.ops, self.config, x.shape[0]
         window, state = cache.states[2 * self.index], cache.states[2 * self.index + 1]
-        qkv = ops.conv(ops.linear(x, self.qkv), self.conv, window, batch)
-        q, k, v = torch.split(qkv, [config.keys, config.keys, config.values], dim=1)
-        decay, beta = ops.gdn_gates(ops.linear(x, self.a), ops.linear(x, self.b), self.a_log, self.dt_bias)
+        qkv, z, b, a = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        qkv = ops.conv(qkv, self.conv, window, batch)
+        q, k, v = qkv.split([config.keys, config.keys, config.values], dim=1)
+        decay, beta = ops.gdn_gates(a, b, self.a_log, self.dt_bias)
         out = ops.gated_delta(
-            q.contiguous().view(rows, config.key_heads, config.key_dim),
-            k.contiguous().view(rows, config.key_heads, config.key_dim),
-            v.contiguous().view(rows, config.value_heads, config.value_dim),
+            q.view(rows, config.key_heads, config.key_dim),
+            k.view(rows, config.key_heads, config.key_dim),
+            v.view(rows, config.value_heads, config.value_dim),
             decay, beta, state, batch,
         )  # fmt: skip
-        z = ops.linear(x, self.z).view(rows, config.value_heads, config.value_dim)
-        return ops.linear(ops.gated_rms_norm(out, z, self.norm, config.eps).view(rows, -1), self.out)
+        out = ops.gated_rms_norm(out, z.view(out.shape), self.norm, config.eps)
+        return ops.linear(out.view(rows, -1), self.out)
 
 
 class GatedAttention:
@@ -139,25 +143,30 @@ class GatedAttention:
         self.index = index
         self.table = table
         hidden, width = config.hidden, config.head_dim
-        self.q_and_gate = loader.linear(f"{name}.q_proj", 2 * config.heads * width, hidden)
-        self.k = loader.linear(f"{name}.k_proj", config.kv_heads * width, hidden)
-        self.v = loader.linear(f"{name}.v_proj", config.kv_heads * width, hidden)
+        inputs = {
+            "q_proj": 2 * config.heads * width,
+            "k_proj": config.kv_heads * width,
+            "v_proj": config.kv_heads * width,
+        }
+        self.inputs = loader.stacked(name, inputs, hidden)
+        self.sizes = tuple(inputs.values())
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
         self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
         self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q, gate = torch.chunk(ops.linear(x, self.q_and_gate).view(rows, -1, 2 * width), 2, dim=2)
-        q = ops.rms_norm(q.contiguous(), self.q_norm, eps, offset=1.0)
-        k = ops.rms_norm(ops.linear(x, self.k).view(rows, -1, width), self.k_norm, eps, offset=1.0)
-        v = ops.linear(x, self.v).view(rows, -1, width)
+        q_and_gate, k, v = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        q, gate = q_and_gate.view(rows, -1, 2 * width).chunk(2, dim=2)
+        q = ops.rms_norm(q, self.q_norm, eps, offset=1.0)
+        k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps, offset=1.0)
+        v = v.view(rows, -1, width)
         ops.rope(q, batch.positions, self.table)
         ops.rope(k, batch.positions, self.table)
         keys, values = cache.keys[self.index], cache.values[self.index]
         ops.write_pages(k, v, keys, values, batch)
         out = ops.attention(q, keys, values, batch, width**-0.5)
-        return ops.linear(ops.sigmoid_mul(out.view(rows, -1), gate.contiguous().view(rows, -1)), self.o)
+        return ops.linear(ops.sigmoid_mul(out, gate).view(rows, -1), self.o)
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,8 @@ class Qwen35Moe:
         for index in range(len(config.kinds)):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, len(config.kinds))
-        self.norm = loader.vector("norm.weight", config.hidden)
+        norm = loader.vector("norm.weight", config.hidden)
+        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
@@ -189,14 +199,20 @@ class Qwen35Moe:
             mixer = GatedDeltaNet(loader, config, f"{name}.linear_attn", among_kind)
         else:
             mixer = GatedAttention(loader, config, f"{name}.self_attn", among_kind, table)
-        routed = Routed.load(
-            loader, f"{name}.mlp", config.hidden, config.expert_inner, config.experts, config.top_k, renormalize=True
-        )
         return Layer(
             loader.vector(f"{name}.input_layernorm.weight", config.hidden),
             mixer,
             loader.vector(f"{name}.post_attention_layernorm.weight", config.hidden),
-            RoutedWithShared.load(loader, f"{name}.mlp", routed, config.hidden, config.shared_inner),
+            RoutedWithShared.load(
+                loader,
+                f"{name}.mlp",
+                config.hidden,
+                config.expert_inner,
+                config.experts,
+                config.top_k,
+                renormalize=True,
+                shared_inner=config.shared_inner,
+            ),
         )
 
     @property
@@ -220,9 +236,10 @@ class Qwen35Moe:
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
+        normed = ops.rms_norm(x, self.layers[0].input_norm, eps, offset=1.0)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x = x + layer.mixer(ops.rms_norm(x, layer.input_norm, eps, offset=1.0), batch, cache)
-            x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps, offset=1.0))
-        x = ops.rms_norm(x[batch.logit_rows], self.norm, eps, offset=1.0)
+            x, normed = ops.add_rms_norm(x, layer.mixer(normed, batch, cache), layer.post_norm, eps, offset=1.0)
+            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps, offset=1.0)
+        x = normed[batch.logit_rows]
         return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)

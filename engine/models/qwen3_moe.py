@@ -74,18 +74,23 @@ class Attention:
         self.index = index
         self.table = table
         hidden, width = config.hidden, config.head_dim
-        self.q = loader.linear(f"{name}.q_proj", config.heads * width, hidden)
-        self.k = loader.linear(f"{name}.k_proj", config.kv_heads * width, hidden)
-        self.v = loader.linear(f"{name}.v_proj", config.kv_heads * width, hidden)
+        inputs = {
+            "q_proj": config.heads * width,
+            "k_proj": config.kv_heads * width,
+            "v_proj": config.kv_heads * width,
+        }
+        self.inputs = loader.stacked(name, inputs, hidden)
+        self.sizes = tuple(inputs.values())
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
         self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
         self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q = ops.rms_norm(ops.linear(x, self.q).view(rows, -1, width), self.q_norm, eps)
-        k = ops.rms_norm(ops.linear(x, self.k).view(rows, -1, width), self.k_norm, eps)
-        v = ops.linear(x, self.v).view(rows, -1, width)
+        q, k, v = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        q = ops.rms_norm(q.view(rows, -1, width), self.q_norm, eps)
+        k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps)
+        v = v.view(rows, -1, width)
         ops.rope(q, batch.positions, self.table)
         ops.rope(k, batch.positions, self.table)
         keys, values = cache.keys[self.index], cache.values[self.index]
@@ -112,7 +117,8 @@ class Qwen3Moe:
         for index in range(config.layers):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, config.layers)
-        self.norm = loader.vector("norm.weight", config.hidden)
+        norm = loader.vector("norm.weight", config.hidden)
+        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
@@ -144,9 +150,10 @@ class Qwen3Moe:
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
+        normed = ops.rms_norm(x, self.layers[0].input_norm, eps)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x = x + layer.attention(ops.rms_norm(x, layer.input_norm, eps), batch, cache)
-            x = x + layer.ffn(ops.rms_norm(x, layer.post_norm, eps))
-        x = ops.rms_norm(x[batch.logit_rows], self.norm, eps)
+            x, normed = ops.add_rms_norm(x, layer.attention(normed, batch, cache), layer.post_norm, eps)
+            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps)
+        x = normed[batch.logit_rows]
         return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)

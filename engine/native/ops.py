@@ -156,6 +156,7 @@ class NativeOps:
         return y
 
     def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        logits = logits.contiguous()
         _check("logits", logits, (_ANY, None))
         rows, count = logits.shape
         if not 1 <= k <= count:
@@ -178,11 +179,19 @@ class NativeOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._norm(x, None, weight, eps, offset)
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        x = x + delta
+        return x, self._norm(x, None, weight, eps, offset)
+
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        gate = gate.contiguous()
         _check("gate", gate, tuple(x.shape))
         return self._norm(x, gate, weight, eps, 0.0)
 
     def _norm(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
+        x = x.contiguous()
         _check("x", x, (_ANY,) * (x.dim() - 1) + (None,))
         dim = x.shape[-1]
         _check("weight", weight, (dim,))
@@ -201,6 +210,7 @@ class NativeOps:
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
         _check("gate_up", gate_up, (_ANY, None))
         rows, width = gate_up.shape
         if width % 2:
@@ -209,14 +219,16 @@ class NativeOps:
         self._call(self._library.ft_silu_mul, gate_up.data_ptr(), rows, width // 2, y.data_ptr())
         return y
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        _check("x", x, (_ANY, None))
-        rows, width = x.shape
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, base: Tensor | None = None) -> Tensor:
+        x, gate = x.contiguous(), gate.contiguous()
+        _check("x", x, (_ANY,) * (x.dim() - 1) + (None,))
+        rows = x.shape[0]
+        width = x.shape[1:].numel()
         shared = gate.shape[-1] == 1
-        _check("gate", gate, (rows, 1 if shared else width))
+        _check("gate", gate, (rows, 1) if shared else tuple(x.shape))
         y = torch.empty_like(x)
         self._call(self._library.ft_sigmoid_mul, x.data_ptr(), gate.data_ptr(), shared, rows, width, y.data_ptr())
-        return y
+        return y if base is None else base + y
 
     def rope_table(self, context: int, rotary: int, theta: float) -> Tensor:
         return rope_table(context, rotary, theta)
@@ -244,7 +256,7 @@ class NativeOps:
     # ── recurrences ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def conv(self, x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
-        view = self._view(batch)
+        view, x = self._view(batch), x.contiguous()
         _check("x", x, (view.rows, None))
         channels = x.shape[1]
         _check("weight", weight, (channels, None))
@@ -265,6 +277,7 @@ class NativeOps:
         return y
 
     def gdn_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = a.contiguous(), b.contiguous()
         _check("a", a, (_ANY, None))
         rows, heads = a.shape
         _check("b", b, (rows, heads))
@@ -288,6 +301,7 @@ class NativeOps:
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch
     ) -> Tensor:
         view = self._view(batch)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         _check("k", k, (view.rows, None, None))
         _, key_heads, key_dim = k.shape
         _check("q", q, (view.rows, key_heads, key_dim))
@@ -349,6 +363,7 @@ class NativeOps:
     def write_pages(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
         view = self._view(batch)
         pages, kv_heads, head_dim = _check_pages(k_pages, v_pages)
+        k, v = k.contiguous(), v.contiguous()
         _check("k", k, (view.rows, kv_heads, head_dim))
         _check("v", v, (view.rows, kv_heads, head_dim))
         self._call(

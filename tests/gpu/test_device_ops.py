@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels import attention
+from engine.kernels import attention, linear
 from engine.kernels.ops import DeviceOps
 from engine.layers.ops import CPU, Batch, Ops
 from engine.layers.reference import ReferenceOps
@@ -74,7 +74,12 @@ def make_batch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("out", "inner"), [(1, 300), (70, 33), (65, 700), (2, 1)])
 @pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
-def test_linear(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("small", [linear.SMALL, 0])
+def test_linear(
+    rows: int, out: int, inner: int, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(linear, "SMALL", small)
+
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(inner)
         packed = ops.pack(draw(out, inner).to(dtype))
@@ -84,7 +89,9 @@ def test_linear(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
     compare(run)
 
 
-def test_a_row_of_linear_is_the_same_in_any_company() -> None:
+@pytest.mark.parametrize("small", [linear.SMALL, 0])
+def test_a_row_of_linear_is_the_same_in_any_company(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SMALL", small)
     draw = Draws(0)
     packed, x = DEVICE.pack(draw(70, 700)), draw(16, 700)
     together = DEVICE.linear(x, packed)
@@ -122,12 +129,40 @@ def test_norms_and_activations(rows: int, dim: int) -> None:
         return (
             ops.rms_norm(x, weight, 1e-6),
             ops.rms_norm(x, weight, 1e-5, 1.0),
+            *ops.add_rms_norm(a, b, weight, 1e-5, 1.0),
             ops.gated_rms_norm(x, gate, weight, 1e-6),
             ops.silu_mul(torch.cat((a, b), dim=1)),
             ops.sigmoid_mul(a, b),
             ops.sigmoid_mul(a, b[:, :1].contiguous()),
+            ops.sigmoid_mul(a, b[:, :1], b),
             *ops.gdn_gates(a, b, draw(dim), draw(dim)),
         )
+
+    compare(run)
+
+
+def test_slices_of_a_packed_linear_layer() -> None:
+    batch = make_batch([(3, 62, 0), (1, 5, 1)], [(0, 2, 2)])
+
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(8)
+        wide, mixed = draw(4, 80), draw(4, 96)
+        q, gate = wide[:, :60].view(4, 3, 20).chunk(2, dim=2)
+        state, window, pages = draw(3, 4, 8, 12), draw(3, 16, 3), draw(4, 64, 1, 10)
+        keys, values = mixed[:, :32].view(4, 4, 8), mixed[:, 40:88].view(4, 4, 12)
+        ops.write_pages(q[:, :1], gate[:, 1:2], pages, pages.flip(0), batch)
+        ids, weights = ops.route(wide[:, 3:14], 3, True)
+        return (
+            ops.rms_norm(q, draw(10), 1e-6),
+            ops.gated_rms_norm(q.contiguous(), gate, draw(10), 1e-6),
+            ops.sigmoid_mul(q.contiguous(), gate),
+            ops.sigmoid_mul(wide[:, :7], wide[:, 70:71], wide[:, 7:14]),
+            ops.silu_mul(wide[:, 4:24]),
+            *ops.gdn_gates(wide[:, 5:8], wide[:, 8:11], draw(3), draw(3)),
+            ops.conv(wide[:, 60:76], draw(16, 4), window, batch),
+            ops.gated_delta(keys, keys, values, -draw(4, 4).abs(), draw(4, 4), state, batch),
+            ids.float(), weights, window, state, pages,
+        )  # fmt: skip
 
     compare(run)
 

@@ -43,6 +43,16 @@ def test_threads_give_the_same_bits() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_layers_packed_as_one_give_the_bits_that_each_gives(native: NativeOps) -> None:
+    x, weights = random(1, 9, 100), [random(2, 50, 100), random(3, 1, 100), random(4, 33, 100)]
+    parts = native.linear(x, native.pack(torch.cat(weights))).split([50, 1, 33], dim=1)
+    assert all(torch.equal(native.linear(x, native.pack(w)), part) for w, part in zip(weights, parts, strict=True))
+    for part in parts:
+        norm, copy = torch.ones(part.shape[1]), part.contiguous()
+        assert torch.equal(native.rms_norm(part, norm, 1e-6), native.rms_norm(copy, norm, 1e-6))
+        assert torch.equal(native.sigmoid_mul(part, parts[1], part), copy + native.sigmoid_mul(copy, parts[1]))
+
+
 def test_rows_of_norms_and_activations(native: NativeOps) -> None:
     x, gate, weight = random(1, 64, 200), random(2, 64, 200), random(3, 200)
     table, positions = native.rope_table(64, 20, 1e4), torch.arange(64, dtype=torch.int32)
