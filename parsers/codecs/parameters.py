@@ -119,6 +119,10 @@ class Value:
         self._strings = JsonStrings() if not streams and (json or not types or types & {"object", "array"}) else None
         self.line_start = True
         """The text so far ends a line."""
+        self.string = 0, False
+        """What is known of the string at the end of the text so far: up to where, and whether it goes on there."""
+        self.doubted = 0
+        """Up to where it is known that no delimiter is a better end than those before it."""
         if lead and streams:
             self._call.arguments(lead + '"')
 

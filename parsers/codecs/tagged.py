@@ -163,7 +163,7 @@ class TaggedReader(Single):
         """Whether a delimiter inside a value ends it. One with a control token in it does."""
         if certain(stop):
             return True
-        if value.in_string and (yield from _string_goes_on(source)):
+        if value.in_string and (yield from _string_goes_on(source, value)):
             return False
         at_line = value.line_start or not self._codec.between
         after = self._after_spelled if call.guarded else self._after
@@ -174,7 +174,7 @@ class TaggedReader(Single):
             if self._tail:
                 behind = (((self._tail,), *behind_tail), ((self._tail,), self._heads(call)))
             return (yield from _ahead(source, ((self._stem,),), (after,), *behind)) or (
-                yield from self._never_ends_later(source, call)
+                yield from self._never_ends_later(source, call, value)
             )
         if stop == self._stem:
             return at_line and (yield from self._declared_key(source, call))
@@ -189,12 +189,12 @@ class TaggedReader(Single):
         """How calls of the tools begin, behind their opener."""
         return tuple(self._head + name for name in call.tools)
 
-    def _never_ends_later(self, source: Source, call: Call) -> Step[bool]:
+    def _never_ends_later(self, source: Source, call: Call, value: Value) -> Step[bool]:
         """Behind a closer: do the tail and text follow, and no better end of the value before the next call or the end
         of all, so that only the call's own closer was forgotten? Consumes nothing."""
         if self._tail and not _compare(source.buffer, ((self._tail,),)):
             return False
-        at = 0
+        at, by_line = max(0, value.doubted - source.position), False
         while True:
             match, held = self._later.pattern.search(source.buffer, at), self._later.held(source.buffer)
             begins = match.start() if match else held
@@ -209,8 +209,10 @@ class TaggedReader(Single):
                     decided = self._beyond(source, call, match)
                     if decided:
                         return True
+                    by_line = by_line or match[0] in self._fence_opens
                 if decided is False:
                     at = match.end()
+                    value.doubted = value.doubted if by_line else source.position + at
                     continue
             elif source.ended:
                 if not source.natural:
@@ -250,7 +252,7 @@ class TaggedReader(Single):
         """Does the opener of a parameter that the tool has come next, behind its stem? Consumes nothing."""
         while True:
             quote = source.buffer[:1] if source.buffer[:1] in self._openers else ""
-            rest = source.buffer[len(quote) :]
+            rest = source.buffer[len(quote) : 2 * NAME_LIMIT]
             stops = self._openers[quote].stops
             match, held = stops.pattern.search(rest), stops.held(rest)
             if (match and match.start() < held) or held > NAME_LIMIT or source.ended:
@@ -262,20 +264,24 @@ class TaggedReader(Single):
         return not properties or self._clean(rest[: match.start()]) in properties
 
 
-def _string_goes_on(source: Source) -> Step[bool]:
-    """Inside a string of JSON: does it end in this line, as strings do? Consumes nothing."""
-    while True:
-        match = _STRING_REST.match(source.buffer)
-        rest = source.buffer[match.end() :] if match else ""
-        if rest not in ("", "\\"):
-            behind = rest[1:].lstrip(" \t\r\n")
-            if rest[0] != '"' or behind:
-                return rest[0] == '"' and behind[0] in ",:}]"
-        if source.ended and not source.natural:
+def _string_goes_on(source: Source, value: Value) -> Step[bool]:
+    """Inside a string of JSON: does it end in this line, as strings do? Consumes nothing. What is found holds up to the
+    string's end (``value.string``), so that no text is searched twice."""
+    at, until, goes_on = 0, *value.string
+    while source.position >= until:
+        match = _STRING_REST.match(source.buffer, at)
+        at = match.end() if match else at
+        mark, behind = source.buffer[at : at + 1], source.buffer[at + 1 : at + _SPACE_LIMIT].lstrip(" \t\r\n")
+        undecided = (mark in ("", '"') and not behind) or source.buffer[at:] == "\\"
+        if source.ended and undecided and not source.natural:
             raise Cut
-        if source.ended or len(source.buffer) > _STRING_LIMIT:
-            return False
-        yield
+        if not undecided or source.ended or at > _STRING_LIMIT or len(source.buffer) > at + _SPACE_LIMIT:
+            goes_on = mark == '"' and behind[:1] in (*",:}]",) and at <= _STRING_LIMIT
+            until = source.position + min(at, _STRING_LIMIT) + 1
+            value.string = until, goes_on
+        else:
+            yield
+    return goes_on
 
 
 def _ahead(source: Source, *paths: tuple[tuple[str, ...], ...]) -> Step[bool]:

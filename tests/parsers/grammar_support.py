@@ -49,14 +49,13 @@ def guide(name: str, text: str) -> Guide:
 
 def accepts(name: str, text: str, answer: str) -> bool:
     """Whether the grammar allows this answer, written in the format's own text, and an end behind it."""
-    following, found = guide(name, text), machine(name)
-    for token in found.tokenizer.encode_trusted(answer):
-        if not following.allowed()[token]:
-            return False
-        if token in stops(found):
-            return True
-        following.advance(token)
-    return bool(following.allowed()[list(stops(found))].any())
+    following, found, ends = guide(name, text), machine(name), stops(machine(name))
+    tokens = found.tokenizer.encode_trusted(answer)
+    size = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
+    matcher = following._matcher.result()  # at once: a mask for every token takes a hundred times as long
+    if matcher.validate_tokens(tokens[:size]) < size or not matcher.consume_tokens(tokens[:size]):
+        return False
+    return bool(following.allowed()[tokens[size : size + 1] or list(ends)].any())
 
 
 def _closers(wire_format: Format, keys: Sequence[str]) -> list[str]:

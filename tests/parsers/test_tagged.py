@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
-from tests.parsers.wire_support import machine
+from parsers.codecs import tagged
+from parsers.conversation import ToolCall
+from parsers.format import Tagged
+from tests.parsers.wire_support import NAMES, machine
 
 MUSE = ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n{}</atem:function_calls><|eom|>'
 STRINGS = [
@@ -63,3 +68,38 @@ def test_what_a_value_says_of_calls_stays_in_it() -> None:
     call = f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">{text}</parameter>\n</invoke>\n'
     parsed = machine("minimax_m2").say(call + "</minimax:tool_call>[e~[")
     assert json.loads(parsed.calls[0][2]) == {"s": text} and not parsed.tolerated
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(machine(name).format.call.codec, Tagged)])
+@pytest.mark.parametrize("arguments", ['{"o": {"k": "@"}}', '{"s": "@"}'])
+def test_what_is_searched_for_the_end_of_a_value_grows_with_its_length(
+    name: str, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work is counted: characters of strings searched, and texts compared with what may follow."""
+    work = Counter[str]()
+    rest, compare = tagged._STRING_REST, tagged._compare
+
+    class Counted:
+        def match(self, text: str, at: int = 0) -> re.Match[str] | None:
+            found = rest.match(text, at)
+            work["searched"] += found.end() - at if found else 0
+            return found
+
+    def counted(text: str, path: tuple[tuple[str, ...], ...]) -> bool | None:
+        work["compared"] += 1
+        return compare(text, path)
+
+    monkeypatch.setattr(tagged, "_STRING_REST", Counted())
+    monkeypatch.setattr(tagged, "_compare", counted)
+    found = machine(name)
+    call = found.tokenizer.decode(found.output([ToolCall("call00001", "f", arguments)]))
+    codec, around = found.format.call.codec, found.format.call
+    assert isinstance(codec, Tagged)
+    for repeated in (codec.close, codec.close + around.tail + around.close, around.close + codec.close):
+        costs = []
+        for times in (50, 400):
+            work.clear()
+            body = (repeated.replace("\n", "") + "x") * times
+            found.say(call.replace("@", body))
+            costs.append(work["compared"] + work["searched"] // 10)
+        assert costs[1] <= 10 * costs[0] + 2000, repeated
