@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
-from parsers.format import CallIds, Format
+from parsers.format import LONGEST_NAME, CallIds, Format
 from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
 from parsers.memory import Memory
 from parsers.plain_schema import plain_schema
@@ -116,6 +116,12 @@ class Planner:
 
     def plan(self, conversation: Conversation) -> Plan:
         """Raises RenderError."""
+        for tool in conversation.tools:
+            if not self._format.can_call(tool.name):
+                raise RenderError(
+                    f"the tool {tool.name!r:.80}: a call of this name cannot be told from other text of this model; "
+                    f"give it another one, of at most {LONGEST_NAME} characters"
+                )
         return _Planning(self, conversation).plan
 
     def _described(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
@@ -330,10 +336,9 @@ def _is_answer(numbered: tuple[int, Turn]) -> bool:
 
 
 def _goes_on(turn: Turn) -> bool:
-    """An answer that the client has begun, or that was cut off: text at its end."""
-    return turn.role == "assistant" and any(
-        isinstance(block, Text) and block.text.strip() for block in turn.blocks[-1:]
-    )
+    """An answer that the client has begun, or that was cut off: text at its end, and no calls that wait for outputs."""
+    called = any(isinstance(block, ToolCall) for block in turn.blocks)
+    return turn.role == "assistant" and not called and any(isinstance(b, Text) and _says(b) for b in turn.blocks[-1:])
 
 
 def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:

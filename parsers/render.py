@@ -214,7 +214,7 @@ class _Rendering:
                 number += 1
             self._assistant_block(block)
         if self._position != len(self._plan.items) - self._plan.continues:
-            raise RenderError(f"the chat template left out {self._named(self._plan.items[self._position])}")
+            raise self._misplaced(self._plan.items[self._position])
         self._refused()
         self._tell_tools()
 
@@ -236,13 +236,19 @@ class _Rendering:
         items = self._plan.items
         item = items[self._position] if self._position < len(items) else None
         if item is None or item.kind != kind:
-            expected = self._named(item) if item else "the end"
-            raise RenderError(f"the chat template writes a {kind} turn where {expected} belongs")
+            raise self._misplaced(item)
         self._position += 1
         return item
 
-    def _named(self, item: Item) -> str:
-        return f"{item.kind} turn {item.turn} ({_quoted(self._conversation.turns[item.turn])})"
+    def _misplaced(self, item: Item | None) -> RenderError:
+        """An item that the template does not write where it stands, or wrote more than the items."""
+        if item is None or item.turn < 0:
+            return RenderError("the chat template writes turns that nobody sent; use another template")
+        turn = self._conversation.turns[item.turn]
+        return RenderError(
+            f"the chat template does not write turn {item.turn} of the conversation ({turn.role}: {_quoted(turn)}) "
+            "where it stands: leave that turn out, or send it elsewhere"
+        )
 
     def _refused(self, between: bool = False) -> None:
         """Turns that the template refuses, before the next item. ``between`` outputs of one turn: it is closed and

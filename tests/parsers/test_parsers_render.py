@@ -362,10 +362,21 @@ def test_a_template_that_drops_a_turn_is_not_believed(vocabulary: Callable[[str]
         "{% endif %}{% endfor %}{{ '<|im_start|>assistant\n' }}"
     )
     family = load_family(checkpoint(vocabulary("byte"), tmp_path / "c", template))
-    with pytest.raises(RenderError, match="assistant turn 1 \\('drop'\\) belongs"):
+    with pytest.raises(RenderError, match=r"turn 1 of the conversation \(assistant: .drop.\) where it stands: leave"):
         family.render(Conversation((user("Q"), Turn("assistant", (Text("drop"),)), user("R"))))
     with pytest.raises(RenderError, match="cannot go on with the last turn: 'drop'"):
         family.render(Conversation((user("Q"), Turn("assistant", (Text("drop"),)))))
+    twice = template.replace("in messages", "in messages + (messages if 'twice' in messages[0].content else [])")
+    family = load_family(checkpoint(vocabulary("byte"), tmp_path / "d", twice))
+    with pytest.raises(RenderError, match="turns that nobody sent; use another template"):
+        family.render(Conversation((user("twice"),)))
+
+
+@every
+def test_a_tool_whose_calls_could_not_be_told_is_refused_by_its_name(family: Family) -> None:
+    for name in ("", " ", "x" * 201):
+        with pytest.raises(RenderError, match=f"the tool '{name[:70]}.*give it another"):
+            family.render(Conversation((user("Q"),), (*TOOLS, Tool(name))))
 
 
 def test_lone_surrogates_from_json_do_no_harm(families: Callable[[str], Family]) -> None:

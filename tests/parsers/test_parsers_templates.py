@@ -520,3 +520,11 @@ def test_a_begun_answer_goes_on(name: str) -> None:
             before = one.render(with_turns(*turns))
             start = next(s.start for s in before.spans if s.kind == "generation_prompt")
             assert turns or prompt.ids[:start] == before.ids[:start] == prompt.ids[: prompt.spans[-1].start]
+
+
+@every
+def test_calls_that_wait_for_their_outputs_are_no_begun_answer(name: str) -> None:
+    """Most templates write the calls last, whatever stands behind them."""
+    prompt = family(name).render(with_turns(Turn("assistant", (*TURN.blocks, Text("So.")))))
+    text = family(name).tokenizer.decode(prompt.ids)
+    assert not prompt.continues and "So." in text and text.count("look") > 1
