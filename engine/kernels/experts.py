@@ -24,18 +24,33 @@ FETCHERS = 64
 CHUNK = 4096
 """Words that one of them moves at a time."""
 COPY = 1024
+"""Numbers that one program sends to the CPU, ..."""
+SUMS = 256
+"""... and adds up."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """``blocks`` at a time, by so many ``warps``, with the next ``stages`` - 1 tiles on their way."""
+    """``blocks`` at a time, by so many ``warps``; ``unroll`` tiles are read at once, ``stages`` - 1 of the next ones
+    are on their way."""
 
     blocks: int
     warps: int
-    stages: int
+    unroll: int = 1
+    stages: int = 1
 
 
-TILES = {"bf16": Tile(8, 4, 3), "int8": Tile(8, 4, 1), "mxfp4": Tile(16, 4, 1)}
+@dataclass(frozen=True)
+class Tiles:
+    gate_up: Tile
+    down: Tile
+
+
+TILES = {
+    "bf16": Tiles(Tile(4, 8, 1, 4), Tile(2, 4, 8)),
+    "int8": Tiles(Tile(16, 8, 2), Tile(4, 2, 4)),
+    "mxfp4": Tiles(Tile(32, 8, 2), Tile(8, 2, 2)),
+}
 """By format. The same on every GPU: a tile sets the order of the sums."""
 
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
@@ -92,29 +107,37 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes:
 
 
 @triton.jit
-def _times_bf16(words, x, groups, here, GROUPS: tl.constexpr):
-    """Products of a tile, rows 0-15 and rows 16-31 of its blocks: [GROUPS, 32 k, 16] each. ``words`` [GROUPS]: where
+def _read(address, here, EVEN: tl.constexpr):
+    """A tile; zeros where there are no blocks any more."""
+    if EVEN:
+        return tl.load(address)
+    return tl.load(address, mask=here, other=0)
+
+
+@triton.jit
+def _times_bf16(words, x, groups, here, EVEN: tl.constexpr):
+    """Products of a tile, rows 0-15 and rows 16-31 of its blocks: [groups, 32 k, 16] each. ``words`` [groups]: where
     blocks begin; ``groups``: their k / 32."""
     k, column = tl.arange(0, 32), tl.arange(0, 16)
     at = k[:, None] * 16 + column[None, :]
-    data = tl.load(words[:, None, None] + at[None, :, :], mask=here[:, None, None], other=0)
-    factor = tl.load(x + (groups[:, None] * 32 + k[None, :]), mask=here[:, None], other=0.0)[:, :, None]
+    data = _read(words[:, None, None] + at[None, :, :], here[:, None, None], EVEN)
+    factor = _read(x + (groups[:, None] * 32 + k[None, :]), here[:, None], EVEN)[:, :, None]
     low = (data << 16).to(tl.float32, bitcast=True) * factor
     high = (data & -65536).to(tl.float32, bitcast=True) * factor
     return low, high
 
 
 @triton.jit
-def _times_int8(words, x, groups, here, GROUPS: tl.constexpr):
-    """Products of a tile, summed over the four k of a word: [GROUPS, 8, 32 rows]."""
+def _times_int8(words, x, groups, here, EVEN: tl.constexpr):
+    """Products of a tile, summed over the four k of a word: [groups, 8, 32 rows]."""
     octet, row = tl.arange(0, 8), tl.arange(0, 32)
     at = octet[:, None] * 32 + row[None, :]
-    data = tl.load(words[:, None, None] + (16 + at)[None, :, :], mask=here[:, None, None], other=0) ^ -2139062144
+    data = _read(words[:, None, None] + (16 + at)[None, :, :], here[:, None, None], EVEN) ^ -2139062144
     scales = words.to(tl.pointer_type(tl.float16))
-    scale = tl.load(scales[:, None] + row[None, :], mask=here[:, None], other=0.0).to(tl.float32)
-    total = tl.zeros((GROUPS, 8, 32), tl.float32)
+    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.float32)
+    total = tl.zeros(data.shape, tl.float32)
     for byte in tl.static_range(4):
-        factor = tl.load(x + (groups[:, None] * 32 + octet[None, :] * 4 + byte), mask=here[:, None], other=0.0)
+        factor = _read(x + (groups[:, None] * 32 + octet[None, :] * 4 + byte), here[:, None], EVEN)
         # 2^23 + code + 128 as a float, without a conversion
         code = (((data >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
         total += code * factor[:, :, None]
@@ -122,72 +145,84 @@ def _times_int8(words, x, groups, here, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _times_mxfp4(words, x, groups, here, GROUPS: tl.constexpr):
-    """Products of a tile, summed over the eight k of a word: [GROUPS, 4, 32 rows]."""
+def _times_mxfp4(words, x, groups, here, EVEN: tl.constexpr):
+    """Products of a tile, summed over the eight k of a word: [groups, 4, 32 rows]."""
     octet, row = tl.arange(0, 4), tl.arange(0, 32)
     at = octet[:, None] * 32 + row[None, :]
-    data = tl.load(words[:, None, None] + (8 + at)[None, :, :], mask=here[:, None, None], other=0)
+    data = _read(words[:, None, None] + (8 + at)[None, :, :], here[:, None, None], EVEN)
     scales = words.to(tl.pointer_type(tl.uint8))
-    scale = tl.load(scales[:, None] + row[None, :], mask=here[:, None], other=0).to(tl.int32)
-    total = tl.zeros((GROUPS, 4, 32), tl.float32)
-    for nibble in tl.static_range(8):
-        factor = tl.load(x + (groups[:, None] * 32 + octet[None, :] * 8 + nibble), mask=here[:, None], other=0.0)
-        bits = data >> (8 * (nibble % 4) + 4 * (nibble // 4))
-        # The bits of e2m1 are a float of 2^-126 times the value: with activations times 2^63 no product is denormal.
-        value = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
-        total += value * (factor * 9223372036854775808.0)[:, :, None]
+    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
+    total = tl.zeros(data.shape, tl.float32)
+    base = x + (groups[:, None] * 32 + octet[None, :] * 8)
+    for nibble in tl.static_range(4):
+        # Two nibbles that are 16 bits apart as two bf16: multiplied so that the sign of one copy and the rest of the
+        # other are where they belong. That is a bf16 of 2^-126 times the value; with activations times 2^63 no product
+        # is denormal.
+        source = data if nibble < 2 else data >> 8
+        both = ((source & (0x000F000F << (nibble % 2 * 4))) * (4160 >> (nibble % 2 * 4))) & -2118090304
+        k = nibble % 2 * 4 + nibble // 2
+        first = _read(base + k, here[:, None], EVEN) * 9223372036854775808.0
+        second = _read(base + (k + 2), here[:, None], EVEN) * 9223372036854775808.0
+        total += (both << 16).to(tl.float32, bitcast=True) * first[:, :, None]
+        total += (both & -65536).to(tl.float32, bitcast=True) * second[:, :, None]
     return (total * 9223372036854775808.0) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
+
+
+@triton.jit
+def _added(total):
+    """[groups, words, rows] -> [rows]."""
+    return tl.sum(tl.reshape(total, (total.shape[0] * total.shape[1], total.shape[2])), axis=0)
 
 
 @triton.jit
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     pair, panel = tl.program_id(0), tl.program_id(1)
-    parts = tl.load(parts_in + pair)
+    parts, slot = tl.load(parts_in + pair), tl.load(slot_in + pair)
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
     if part < parts:
         first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
         offset = tl.where(part == 0, o0, tl.where(part == 1, o1, tl.where(part == 2, o2, o3)))
         groups = hidden // 32
-        blob = slots + tl.load(slot_in + pair).to(tl.int64) * stride_words + offset + (panel - first) * groups * WORDS
+        blob = slots + slot.to(tl.int64) * stride_words + offset + (panel - first) * groups * WORDS
         row_x = x + (pair // ranks).to(tl.int64) * hidden
         group = tl.arange(0, GROUPS)
         column = tl.arange(0, 16)
         if KIND == 0:
             gate, up = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
-            for start in tl.range(0, groups, GROUPS, num_stages=STAGES):
+            for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
                 here = start + group < groups
-                low, high = _times_bf16(blob + (start + group) * WORDS, row_x, start + group, here, GROUPS)
+                where = tl.multiple_of(blob + (start + group) * WORDS, 16)
+                low, high = _times_bf16(where, row_x, start + group, here, EVEN)
                 gate += low
                 up += high
-            gates, ups = tl.sum(tl.sum(gate, axis=0), axis=0), tl.sum(tl.sum(up, axis=0), axis=0)
+            gates, ups = _added(gate), _added(up)
         else:
             total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
-            for start in tl.range(0, groups, GROUPS, num_stages=STAGES):
+            for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
                 here = start + group < groups
-                where = blob + (start + group) * WORDS
+                where = tl.multiple_of(blob + (start + group) * WORDS, 16)
                 if KIND == 1:
-                    total += _times_int8(where, row_x, start + group, here, GROUPS)
+                    total += _times_int8(where, row_x, start + group, here, EVEN)
                 else:
-                    total += _times_mxfp4(where, row_x, start + group, here, GROUPS)
-            sums = tl.sum(tl.sum(total, axis=0), axis=0)
-            gates, ups = tl.split(tl.trans(tl.reshape(sums, (2, 16))))
+                    total += _times_mxfp4(where, row_x, start + group, here, EVEN)
+            gates, ups = tl.split(tl.trans(tl.reshape(_added(total), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
 
 @triton.jit
 def _down(
     h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     pair, panel = tl.program_id(0), tl.program_id(1)
-    parts = tl.load(parts_in + pair)
+    parts, slot = tl.load(parts_in + pair), tl.load(slot_in + pair)
     if parts > 0:
-        blob = slots + tl.load(slot_in + pair).to(tl.int64) * stride_words
+        blob = slots + slot.to(tl.int64) * stride_words
         row_h = h + pair.to(tl.int64) * inner
         last = tl.where(parts == 1, b1, tl.where(parts == 2, b2, tl.where(parts == 3, b3, b4)))
         lane = tl.arange(0, GROUPS)
@@ -197,42 +232,44 @@ def _down(
             lower, upper = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
         else:
             total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
-        for start in tl.range(0, last, GROUPS, num_stages=STAGES):
+        for start in tl.range(0, last, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
             group = start + lane
             here = group < last
             # Of each group: its part, where that begins and how wide it is; the down section follows gate and up.
-            first = tl.where(group < b1, 0, tl.where(group < b2, b1, tl.where(group < b3, b2, b3)))
-            end = tl.where(group < b1, b1, tl.where(group < b2, b2, tl.where(group < b3, b3, b4)))
-            offset = tl.where(group < b1, o0, tl.where(group < b2, o1, tl.where(group < b3, o2, o3)))
+            at = start if EVEN else group  # even: all groups of a tile are in the same part
+            first = tl.where(at < b1, 0, tl.where(at < b2, b1, tl.where(at < b3, b2, b3)))
+            end = tl.where(at < b1, b1, tl.where(at < b2, b2, tl.where(at < b3, b3, b4)))
+            offset = tl.where(at < b1, o0, tl.where(at < b2, o1, tl.where(at < b3, o2, o3)))
             wide = end - first
             block = 2 * wide * (hidden // 32) + panel * wide + group - first
-            where = blob + (offset + block * WORDS)
+            where = tl.multiple_of(blob + (offset + block * WORDS), 16)
             if KIND == 0:
-                low, high = _times_bf16(where, row_h, group, here, GROUPS)
+                low, high = _times_bf16(where, row_h, group, here, EVEN)
                 lower += low
                 upper += high
             elif KIND == 1:
-                total += _times_int8(where, row_h, group, here, GROUPS)
+                total += _times_int8(where, row_h, group, here, EVEN)
             else:
-                total += _times_mxfp4(where, row_h, group, here, GROUPS)
+                total += _times_mxfp4(where, row_h, group, here, EVEN)
         if KIND == 0:
-            tl.store(base + column, tl.sum(tl.sum(lower, axis=0), axis=0))
-            tl.store(base + 16 + column, tl.sum(tl.sum(upper, axis=0), axis=0))
+            tl.store(base + column, _added(lower))
+            tl.store(base + 16 + column, _added(upper))
         else:
-            tl.store(base + tl.arange(0, 32), tl.sum(tl.sum(total, axis=0), axis=0))
+            tl.store(base + tl.arange(0, 32), _added(total))
 
 
 def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:
     """silu(gate x) * up x of each pair, for the columns of its first ``decision.gpu_parts`` parts; other columns are
     left as they are. x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
     kind = layout.format.name
-    tile = TILES[kind]
+    tile, groups = TILES[kind].gate_up, layout.hidden // BLOCK
+    blocks = min(tile.blocks, triton.next_power_of_2(groups))
     bounds, offsets = _padded(layout)
     _gate_up[(decision.slot.numel(), layout.inner // HALF)](
         x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4, decision.slot.shape[1],
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[:-1]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=tile.blocks, VECTOR=_WORDS_OF_A_ROW[kind],
-        STAGES=tile.stages, num_warps=tile.warps,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -240,13 +277,15 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
     """down of what ``gate_up`` gave, over the same columns. h [rows, k, inner] -> out [rows, k, hidden]; pairs without
     parts on the device are left as they are."""
     kind = layout.format.name
-    tile = TILES[kind]
+    tile, groups = TILES[kind].down, layout.inner // BLOCK
+    blocks = min(tile.blocks, triton.next_power_of_2(groups))
     bounds, offsets = _padded(layout)
     _down[(decision.slot.numel(), layout.hidden // BLOCK)](
         h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=tile.blocks, VECTOR=_WORDS_OF_A_ROW[kind],
-        STAGES=tile.stages, num_warps=tile.warps,
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        EVEN=all(bound // BLOCK % blocks == 0 for bound in bounds), STAGES=tile.stages, UNROLL=tile.unroll,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -258,19 +297,30 @@ def _padded(layout: Layout) -> tuple[list[int], list[int]]:
 
 
 @triton.jit
-def _combine(out, weights, parts_in, counts, mailbox_y, y, ranks, hidden, WITH_CPU: tl.constexpr, COPY: tl.constexpr):
+def _combine(
+    out,
+    weights,
+    parts_in,
+    counts,
+    mailbox_y,
+    y,
+    hidden,
+    RANKS: tl.constexpr,
+    WITH_CPU: tl.constexpr,
+    COPY: tl.constexpr,
+):
     row, at = tl.program_id(1), tl.program_id(0) * COPY + tl.arange(0, COPY)
     inside = at < hidden
     total = tl.zeros((COPY,), tl.float32)
-    for rank in range(ranks):
-        pair = row * ranks + rank
-        here = inside & (at < tl.where(tl.load(parts_in + pair) > 0, hidden, 0))
-        part = tl.load(out + pair.to(tl.int64) * hidden + at, mask=here, other=0.0)
-        total += tl.where(here, tl.load(weights + pair) * part, 0.0)
-    if WITH_CPU:
-        source = mailbox_y.to(tl.pointer_type(tl.float32)) + row * hidden
-        there = inside & (at < tl.where(tl.load(counts + 1) > 0, hidden, 0))
-        total += tl.load(source + at, mask=there, other=0.0, volatile=True)
+    for rank in tl.static_range(RANKS):  # unrolled, and read before it is known to count: all reads go out at once
+        pair = row * RANKS + rank
+        part = tl.load(out + pair.to(tl.int64) * hidden + at, mask=inside, other=0.0)
+        total += tl.where(at * 0 + tl.load(parts_in + pair) > 0, tl.load(weights + pair) * part, 0.0)
+    if WITH_CPU:  # noqa: SIM102 - known when it is compiled, unlike the other
+        if tl.load(counts + 1) > 0:
+            # Not from a cache: the CPU writes the same place for every layer.
+            source = tl.multiple_of(mailbox_y.to(tl.pointer_type(tl.float32)), 16) + row * hidden
+            total += tl.load(source + at, mask=inside, other=0.0, cache_modifier=".cv")
     tl.store(y + row * hidden + at, total, mask=inside)
 
 
@@ -281,42 +331,61 @@ def combine(
     ``mailbox``: its address for the device; without ``layout`` there is no CPU. -> y [rows, hidden]."""
     rows, ranks, hidden = out.shape
     cpu_y = mailbox + layout.y if layout is not None else y
-    _combine[(triton.cdiv(hidden, COPY), rows)](
-        out,
-        weights,
-        decision.gpu_parts,
-        decision.counts,
-        cpu_y,
-        y,
-        ranks,
-        hidden,
-        WITH_CPU=layout is not None,
-        COPY=COPY,
-        num_warps=4,
-    )
+    _combine[(triton.cdiv(hidden, SUMS), rows)](
+        out, weights, decision.gpu_parts, decision.counts, cpu_y, y, hidden,
+        RANKS=ranks, WITH_CPU=layout is not None, COPY=SUMS, num_warps=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _release(to, value, ON_DEVICE: tl.constexpr):
+    """Store 64 bits where another device or the CPU looks: whoever sees them sees all that was stored before, also by
+    programs that this one has acquired from. One thread does it."""
+    if ON_DEVICE:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.u64 [$1], $2;
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,l",
+            [to, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:  # the interpreter runs one program after another
+        tl.store(to.to(tl.pointer_type(tl.int64)), value)
 
 
 @triton.jit(do_not_specialize=["value"])
 def _publish(
     x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
-    PAIRS: tl.constexpr, COPY: tl.constexpr,
+    PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if tl.load(counts + 1) > 0:
         at = program * COPY + tl.arange(0, COPY)
-        tl.store(to_x.to(tl.pointer_type(tl.float32)) + at, tl.load(x + at, mask=at < size), mask=at < size)
+        target = tl.multiple_of(to_x.to(tl.pointer_type(tl.float32)), 16)
+        tl.store(target + at, tl.load(x + at, mask=at < size), mask=at < size)
         if program == 0:
+            tl.store(to_done.to(tl.pointer_type(tl.int64)), tl.full((), 0, tl.int64))
             pair, both = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
             entries = tl.load(plan + both, mask=both < 2 * pairs)
             tl.store(to_plan.to(tl.pointer_type(tl.int32)) + both, entries, mask=both < 2 * pairs)
             rank_weights = tl.load(weights + pair, mask=pair < pairs)
             tl.store(to_weights.to(tl.pointer_type(tl.float32)) + pair, rank_weights, mask=pair < pairs)
         tl.debug_barrier()
-        # All that was copied is in host memory before the last program says so.
-        last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+        # The last program has acquired what the others released, and releases all of it to the CPU.
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(0) - 1
         if last:
             tl.store(arrivals, 0)
-            tl.store(to_ready.to(tl.pointer_type(tl.int64)), value)
+            _release(to_ready, value, ON_DEVICE)
     elif program == 0:
         tl.store(to_done.to(tl.pointer_type(tl.int64)), 1)
 
@@ -324,13 +393,15 @@ def _publish(
 def publish(
     x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox
 ) -> None:
-    """Give the CPU its part: x [rows, hidden], plan and weights, then ``ready``; without work for it, ``done`` = 1.
+    """Give the CPU its part: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without work for it,
+    ``done`` = 1.
     ``arrivals`` int32 [1]: zero between calls."""
     rows, pairs = x.shape[0], decision.slot.numel()
     offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
     _publish[(triton.cdiv(x.numel(), COPY),)](
         x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
-        x.numel(), pairs, rows << 32 | (layer + 1), PAIRS=triton.next_power_of_2(pairs), COPY=COPY, num_warps=4,
+        x.numel(), pairs, rows << 32 | (layer + 1), PAIRS=triton.next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 The pairs of the call (rows times ranks) and the slots of the window are vectors; who is first of equals, ranks and
 matches are matrices of comparisons between them, added up along their first axis, which lies in the registers of a
-thread. What it takes is mostly the reads that wait for each other, so everything that can be read is asked for at once, and
-victims are only looked for where something is missing.
+thread. What it takes is mostly the reads that wait for each other, so everything that can be read is asked for at once,
+and victims are only looked for where something is missing.
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
         layer, state.experts, state.slots, pairs, window(pairs) % state.slots,
         PARTS=state.parts, PAIRS=wide, WINDOW=window(pairs), SPAN=SPAN, SHIFT=SHIFT, ENTRIES=ENTRIES, OLDEST=OLDEST,
-        HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=min(16, max(1, wide // 8)),
+        HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=min(4, max(1, wide // 8)),
     )  # fmt: skip

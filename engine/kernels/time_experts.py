@@ -11,11 +11,11 @@ import torch
 from engine.experts.executor import MailboxLayout
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import ALIGNMENT, STRIDE, aligned
-from engine.experts.residency import ONE, Decision, Residency
+from engine.experts.residency import Decision, Residency
 from engine.kernels import experts
-from engine.kernels.experts import TILES, Tile
+from engine.kernels.experts import TILES, Tile, Tiles
 from engine.kernels.resolve import resolve
-from engine.kernels.timing import GPU, Timing, copy_bandwidth, measure, random, report, sets_for
+from engine.kernels.timing import GPU, Timing, measure, random, read_bandwidth, report, sets_for
 
 SHAPES = {"Qwen3.6": (2048, 512), "DeepSeek-V4-like": (4096, 2048)}
 RANKS, EXPERTS = 8, 256
@@ -65,14 +65,14 @@ class Resident:
         return measure([partial(experts.combine, self.out, self.weights, self.decisions[0], self.y)])
 
 
-def time_resident(copying: float, quick: bool) -> None:
+def time_resident(reading: float, quick: bool) -> None:
     for (shape, (hidden, inner)), format in itertools.product(SHAPES.items(), FORMATS.values()):
         layout = Layout(format, hidden, inner)
         for rows, distinct in ((1, 8),) if quick else ((1, 8), (4, 24), (16, 80)):
             resident = Resident(layout, rows, distinct)
             name = f"{shape} {format.name} {rows} rows {distinct} experts"
-            report(f"gate_up {name}", resident.nbytes // 3 * 2, resident.gate_up(), copying)
-            report(f"down    {name}", resident.nbytes // 3, resident.down(), copying)
+            report(f"gate_up {name}", resident.nbytes // 3 * 2, resident.gate_up(), reading)
+            report(f"down    {name}", resident.nbytes // 3, resident.down(), reading)
             combined = resident.combine()
             print(f"combine {rows} x {hidden}: {combined.microseconds:.2f} µs")
             del resident
@@ -110,15 +110,14 @@ def time_fetch() -> None:
 
 def time_decisions() -> None:
     layout = Layout(FORMATS["mxfp4"], 2048, 512)
-    for rows, share in itertools.product((1, 4, 16), (ONE // 2, ONE)):
-        state = Residency.create(layout, 40, EXPERTS, 3000, GPU)
-        state.share.fill_(share)
+    for rows, (kind, slots) in itertools.product((1, 4, 16), (("resident", 40 * EXPERTS), ("missing", 200))):
+        state = Residency.create(layout, 40, EXPERTS, slots, GPU)
         made, sets = Decision.create(rows, RANKS, GPU), []
         for layer in range(40):
             ids = torch.stack([torch.randperm(EXPERTS)[:RANKS] for _ in range(rows)]).to(torch.int32).to(GPU)
             sets.append(partial(resolve, state, ids, layer, made))
         timing = measure(sets)
-        print(f"resolve {rows} x {RANKS}, share {share / ONE:g}: {timing.microseconds:.2f} µs")
+        print(f"resolve {rows} x {RANKS}, all {kind}: {timing.microseconds:.2f} µs")
 
 
 def time_mailbox() -> None:
@@ -144,11 +143,11 @@ def time_mailbox() -> None:
 
 
 def time_all(quick: bool) -> None:
-    copying = copy_bandwidth()
-    print(f"copy within the device: {copying / 1e9:.0f} GB/s, the 100 % below")
+    reading = read_bandwidth()
+    print(f"reading 4 GiB: {reading / 1e9:.0f} GB/s, the 100 % below")
     time_decisions()
     time_mailbox()
-    time_resident(copying, quick)
+    time_resident(reading, quick)
     time_fetch()
 
 
@@ -156,12 +155,13 @@ def tune() -> None:
     """The best tiles for one row of each shape and format."""
     for (shape, (hidden, inner)), format in itertools.product(SHAPES.items(), FORMATS.values()):
         resident, chosen, found = Resident(Layout(format, hidden, inner), 1, 8), TILES[format.name], []
-        for blocks, warps, stages in itertools.product((4, 8, 16, 32), (2, 4, 8), (1, 2, 3)):
-            if blocks * stages * format.block_bytes > 100 << 10 or blocks * 32 // warps > 256:
+        for blocks, warps, unroll, stages in itertools.product((4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 3)):
+            read = blocks * unroll * stages * format.block_bytes
+            if read > 100 << 10 or read // warps > 256 * 32 or unroll > 1 < stages:
                 continue
-            TILES[format.name] = Tile(blocks, warps, stages)
-            up, down = resident.gate_up().microseconds, resident.down().microseconds
-            found.append((up, down, TILES[format.name]))
+            tile = Tile(blocks, warps, unroll, stages)
+            TILES[format.name] = Tiles(tile, tile)
+            found.append((resident.gate_up().microseconds, resident.down().microseconds, tile))
         TILES[format.name] = chosen
         for which, name in enumerate(("gate_up", "down")):
             for entry in sorted(found, key=itemgetter(which))[:4]:
