@@ -104,7 +104,7 @@ class Planner:
         self, wire_format: Format, guard: Guard, traits: Traits, written_ids: Callable[[Sampled], Sequence[str]]
     ) -> None:
         self._format, self._guard, self._traits, self._written_ids = wire_format, guard, traits, written_ids
-        self._known: Memory[ToolCall, object] = Memory(_MEMORY, lambda call, _: 8 * sys.getsizeof(call.arguments))
+        self._known: Memory[ToolCall, object] = Memory(_MEMORY, _size)
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
         """The tools that the template is told of."""
@@ -373,6 +373,12 @@ def _outputs(turn: Turn) -> list[tuple[ToolOutput, list[str]]]:
         elif isinstance(block, Text):
             (outputs[-1][1] if outputs else early).append(block.text)
     return outputs
+
+
+def _size(call: ToolCall, _: object) -> int:
+    """Bytes that a call and its arguments, decoded, take up at most."""
+    text = call.arguments
+    return 4 * sys.getsizeof(text) + 200 * text.count("{") + 130 * sum(map(text.count, "[:,"))
 
 
 def native_id(kind: CallIds, call_id: str, name: str, number: int) -> str:

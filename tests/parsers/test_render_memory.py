@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
@@ -156,3 +157,21 @@ def test_a_template_cannot_change_what_others_are_handed() -> None:
             template.render([], [{"v": value}], {})
     assert value == {"list": [1, [2]], "text": "x"}
     assert ChatTemplate("{{ tools[0].v.list }}", {}).render([], [{"v": value}], {}) == "[1, [2]]"
+
+
+def taken(value: object) -> int:
+    """Bytes, with all that is in it."""
+    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(map(taken, inside))
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["{}", "[]", "[[]]", '{"b":{"c":{}}}', '{"a":1,"b":2,"c":3,"d":4,"e":5,"f":6}', '"ä"', "123456", '"<a>"', "1.5"],
+)
+def test_decoded_arguments_are_no_larger_than_is_told(item: str) -> None:
+    planner = family("qwen3_xml")._renderer._planner
+    for text in ('{"a":[' + ",".join([item] * 3000) + "]}", "{" + ",".join(f'"{n}":{item}' for n in range(3000)) + "}"):
+        call = ToolCall("c", "look", text)
+        before = planner._known.used
+        assert taken(planner._arguments(call)) + sys.getsizeof(text) <= planner._known.used - before
