@@ -183,11 +183,10 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="ft bench", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+def add_options(chosen: argparse._SubParsersAction[argparse.ArgumentParser], what: str) -> argparse.ArgumentParser:
+    parser = chosen.add_parser(
+        what, description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("decode", "prefill"))
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint to time instead of a random stack")
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the random stack (default: %(default)s)"
@@ -205,7 +204,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="default: one per physical core")
     parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or scalar (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    whole = argparse.ArgumentParser(prog="ft bench")
+    chosen = whole.add_subparsers(dest="what", required=True)
+    parsers = {what: add_options(chosen, what) for what in ("decode", "prefill")}
+    options = whole.parse_args(arguments)
+    parser = parsers[options.what]
     options.repeats = options.repeats or (40 if options.what == "decode" else 4)
     for name in ("layers", "tokens", "sequences", "repeats"):
         if getattr(options, name) < 1:
@@ -224,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         ops = NativeOps(options.instruction_set, options.threads)
         report = (time_stack if options.model is None else time_model)(options, ops, console)
     except (NativeLibraryError, CheckpointError, ValueError) as error:
-        print(f"ft bench: {error}", file=sys.stderr)
+        print(f"ft bench {options.what}: {error}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(asdict(report)))

@@ -2,6 +2,8 @@
 
 Everything is measured with the kernels that decoding uses, several times, each in every format of the weights. The
 samples are added to those of earlier runs on the same GPU and processor; nothing is overwritten.
+
+Without an NVIDIA GPU, memory and the CPU's experts alone are measured.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = {name: {"median": rate.middle, "samples": list(rate.samples)} for name, rate in rates.items()}
         print(json.dumps({"machine": machine, "run": samples, "profile": known}))
     elif not rates:
-        print(f"nothing is known of {machine}; run: ft bench bw")
+        print(f"nothing is known of this machine ({machine}); run: ft bench bw")
     else:
         show(machine, rates, samples, Console(width=None if sys.stdout.isatty() else 120))
     return 0

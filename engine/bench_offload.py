@@ -3,6 +3,8 @@
 A model of published sizes with random weights; the experts that each step needs are drawn so that a given share of them
 is on the device. The bound is that of a machine that reads everything once at the bandwidths measured in the same run:
 the dense weights and the experts that hit from device memory, the others over the link and by the CPU at once.
+
+Needs an NVIDIA GPU, and host memory for all experts: fewer --layers need less.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if not torch.cuda.is_available():
-        print("ft bench offload: there is no GPU; ft bench decode times the CPU alone", file=sys.stderr)
+        print("ft bench offload: torch finds no NVIDIA GPU; ft bench decode times the CPU alone", file=sys.stderr)
         return 1
     from engine.device.bench import Bench  # Triton, which a machine without a GPU need not have
 

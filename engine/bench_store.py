@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -247,14 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
-    with TemporaryDirectory(prefix="ft-bench-store-", dir=options.directory) as scratch:
-        root = Path(scratch)
-        found: dict[str, object] = {
-            **look_up(root / "look_up", options.tokens),
-            **restore(root / "restore", options.megabytes),
-            **decode(root, options.pairs),
-        }
-        turns = overlap(root / "overlap", max(1, options.megabytes // 2), options.rounds)
+    try:
+        found, turns = measure(options)
+    except OSError as error:
+        folder = options.directory or gettempdir()
+        problem = f"cannot use {folder} ({error.strerror or error}): name a folder that is there, and has room"
+        print(f"ft bench store: {problem}, with --directory DIR", file=sys.stderr)
+        return 1
     found["first_token_by_suffix"] = turns
     cost = found["decode_cost"]
     goals = {
@@ -272,6 +271,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(found, rows(turns), goals)
     return 0 if all(goals.values()) else 1
+
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, object], dict[str, dict[str, float]]]:
+    """Numbers, and those of restored turns by what is new behind them. Raises OSError for a folder of no use."""
+    with TemporaryDirectory(prefix="ft-bench-store-", dir=options.directory) as scratch:
+        root = Path(scratch)
+        found: dict[str, object] = {
+            **look_up(root / "look_up", options.tokens),
+            **restore(root / "restore", options.megabytes),
+            **decode(root, options.pairs),
+        }
+        return found, overlap(root / "overlap", max(1, options.megabytes // 2), options.rounds)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -62,7 +62,8 @@ def ensure(cache: Path, source: Source, report: Report) -> Path:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise EmbeddedError(out_of_space(cache, source)) from error
-        raise EmbeddedError(f"cannot write to {cache} ({error}): choose another place with --cache DIR") from error
+        reason = error.strerror or error
+        raise EmbeddedError(f"cannot write to {cache} ({reason}): choose another place with --cache DIR") from error
     except SafetensorError as error:  # how safetensors reports a failed write
         raise EmbeddedError(f"cannot write weights to {cache} ({error}): {out_of_space(cache, source)}") from error
     return folder

@@ -187,7 +187,7 @@ def _reason(error: str, grammar: str) -> str:
     place = _PLACE.match(message)
     text = _plain(message[place.end() :] if place else message)
     if text.endswith("regex parse error:"):
-        text = next((line for line in error.splitlines() if line.startswith("error:")), text)
+        text = next((line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")), text)
     lines = grammar.splitlines()[: int(place[1]) - 1 if place else None]
     notes = [line[2:] for line in lines if line.startswith("# ")]
     about = notes[-1] if notes and (place or len(notes) == 1) else "the grammar"

@@ -374,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ft bench api",
         description="Measure what the API process adds to a request, a token and an idle stream.",
-        epilog="example:\n  ft bench api --tokens 50000 --idle-seconds 0",
+        epilog="examples:\n  ft bench api\n  ft bench api --tokens 50000 --idle-seconds 0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="for tokenizer and template (default: a tiny one)")
@@ -390,7 +390,7 @@ def main(arguments: Sequence[str]) -> int:
             model = options.model or _tiny(Path(scratch) / "tiny")
             results = asyncio.run(measure(model, options.tokens, options.idle_seconds, status.update))
     except (BenchError, FamilyError, OSError, httpx.HTTPError, subprocess.SubprocessError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        console.print(f"ft bench api: error: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     if options.json:
         print(json.dumps({**asdict(results), "missed": results.missed}, indent=2))

@@ -286,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
         parsed = [bench_parse(known, options.size) for known in track(chosen, "calls", console=console, transient=True)]
         prompts = _prompts(console, options)
     except (FamilyError, ValueError, subprocess.SubprocessError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        console.print(f"ft bench parsers: error: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     missed = [row.family for row in parsed if row.missed] + [
         f"{row.family}, {row.what}" for row in prompts if row.missed

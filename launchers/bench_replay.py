@@ -280,7 +280,7 @@ def replay(arguments: Sequence[str]) -> int:
         help="a running server of --model, started with the script of ft bench trace (default: one is started)",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write what each request reused, as JSONL")
+    parser.add_argument("--rows", type=new_file, metavar="FILE", help="also write what each request reused, as JSONL")
     options = parser.parse_args(arguments)
     if options.url and options.model is None:
         parser.error("--url needs --model: the tokens are counted here too")
@@ -289,7 +289,7 @@ def replay(arguments: Sequence[str]) -> int:
         with TemporaryDirectory(prefix="ft-replay-") as scratch:
             run, totals, gauges = _run(console, Path(scratch), options)
     except (TraceError, ReplayError, FamilyError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError) as e:
-        console.print(f"error: {e}", style="red", markup=False)
+        console.print(f"ft bench replay: error: {e}", style="red", markup=False, soft_wrap=True)
         return 1
     if options.rows is not None:
         lines = (json.dumps({**asdict(row), "ask": row.ask.model_dump(exclude_defaults=True)}) for row in run.rows)
@@ -300,6 +300,14 @@ def replay(arguments: Sequence[str]) -> int:
     else:
         show(console, result)
     return 1 if result["missed"] else 0
+
+
+def new_file(text: str) -> Path:
+    """A file to be written, whose folder is there: known before minutes of work, not after."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there")
+    return path
 
 
 def _run(console: Console, scratch: Path, options: argparse.Namespace) -> tuple[Replay, Counter[str], dict[str, float]]:
@@ -340,8 +348,8 @@ def trace(arguments: Sequence[str]) -> int:
         epilog=TRACE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL, for ft bench replay")
-    parser.add_argument("--script", type=Path, metavar="FILE", help="also write the rules for ft serve --script")
+    parser.add_argument("--out", type=new_file, required=True, metavar="FILE", help="JSONL, for ft bench replay")
+    parser.add_argument("--script", type=new_file, metavar="FILE", help="also write the rules for ft serve --script")
     number: type[int] | type[float]
     for name, number, text in (
         ("seed", int, "the same one makes the same trace"),

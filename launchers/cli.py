@@ -14,6 +14,7 @@ from launchers import ctl, launch_cmd, serve_options
 from launchers.agents.common import LaunchError
 from launchers.agents.registry import HARNESSES
 from launchers.running import DEFAULT_URL, ServerProblem, first_key
+from launchers.words import why
 
 Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
 Handler = Callable[[argparse.Namespace, Sequence[str]], int]
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (LaunchError, ServerProblem) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -100,7 +101,7 @@ def examples(*lines: str) -> str:
 def add_command(
     commands: Commands[argparse.ArgumentParser], name: str, summary: str, *lines: str, more: str = ""
 ) -> argparse.ArgumentParser:
-    description = f"{summary[0].upper()}{summary[1:]}. {more}".rstrip()
+    description = " ".join(filter(None, (f"{summary[0].upper()}{summary[1:]}.", more)))
     parser = commands.add_parser(
         name,
         help=summary,
@@ -125,11 +126,16 @@ def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser = add_command(commands, "serve", "serve a model to coding agents", *lines)
     serve_options.add_options(parser)
+    parser.usage = "%(prog)s [--model DIR] [--host ADDRESS] [--port PORT] [OPTION ...]"
     parser.set_defaults(handler=run_serve)
 
 
 def run_serve(options: argparse.Namespace, _: Sequence[str]) -> int:
-    settings = serve_options.settings(options)
+    try:
+        settings = serve_options.settings(options)
+    except ServerProblem as error:
+        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        return 2  # as for all settings that cannot be served
     from launchers.serve import serve  # the whole server: too slow to import for other commands
 
     return serve(settings)
@@ -269,7 +275,9 @@ def run_store(options: argparse.Namespace, _: Sequence[str]) -> int:
     try:
         key = options.store_key_file.read_bytes() if options.store_key_file else None
     except OSError as error:
-        raise ServerProblem(f"cannot read the store's key ({error}): check --store-key-file") from error
+        raise ServerProblem(
+            f"cannot read the store's key in {options.store_key_file} ({why(error)}): check --store-key-file"
+        ) from error
     store = Store(options.store, key, options.url, first_key(options.api_key_file), options.json)
     act: Callable[[Store], int] = options.act
     return act(store)
@@ -310,16 +318,22 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
         {
             "decode": "one token at a time",
             "prefill": "a long prompt",
-            "bw": "memory, link and CPU experts, each and at once",
-            "offload": "one token at a time on a GPU that does not hold the experts",
-            "store": "the checkpoint store: look-up, restore, what it costs decoding",
+            "bw": "memory, the CPU's experts and, with an NVIDIA GPU, the link to it",
+            "offload": "one token at a time on a GPU that does not hold the experts; needs an NVIDIA GPU",
+            "store": "look-up and restore, and what the store costs decoding",
             "replay": "an agent trace against a server: what is computed twice",
             "trace": "make such a trace",
             "parsers": "what parsing calls, rendering and tokenizing cost, for each family",
             "grammar": "what constrained decoding costs, for each family",
             "api": "what the server adds to a request, a token and an idle stream",
         },
-        ("ft bench decode", "ft bench store", "ft bench replay", "ft bench parsers --family qwen3_xml"),
+        (
+            "ft bench decode",
+            "ft bench bw --quick",
+            "ft bench replay",
+            "ft bench parsers --family qwen3_xml",
+            "ft bench api --help",
+        ),
     )
     parser.set_defaults(handler=run_bench)
 
@@ -361,11 +375,13 @@ def add_engine_command(
     lines: Sequence[str],
 ) -> argparse.ArgumentParser:
     """A command whose own arguments the engine's module of that name reads."""
+    width = max(map(len, choices))
+    listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in choices.items())
     parser = add_command(commands, name, summary, *lines)
-    parser.add_argument(
-        "what", choices=tuple(choices), help="; ".join(f"{key}: {text}" for key, text in choices.items())
-    )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see --help after it")
+    parser.description = f"{parser.description}\n\nwhat:\n{listed}"
+    parser.add_argument("what", metavar="WHAT", choices=tuple(choices), help="one of those above")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own; see --help after it")
+    rest.required = False  # so that only WHAT is said to be missing
     parser.set_defaults(handler=run_engine_command, module=f"engine.{name}")
     return parser
 

@@ -10,6 +10,9 @@ def demo() -> int:
     try:
         from launchers import demo_session
     except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; get it with: pip install 'ft-server[demo]'", file=sys.stderr)
+        print(
+            f"ft demo: error: {error.name} is not installed; get it with: pip install 'ft-server[demo]'",
+            file=sys.stderr,
+        )
         return 1
     return demo_session.run()

@@ -128,7 +128,7 @@ def check(directory: Path) -> int:
             raise FamilyError(f"there is no folder {directory}: name one that holds a checkpoint")
         comparison = compare(directory)
     except FamilyError as error:
-        errors.print(f"error: {error}")
+        errors.print(f"ft families check: error: {error}")
         return 1
     for fit in comparison.fits:
         best = fit is comparison.best
@@ -136,7 +136,7 @@ def check(directory: Path) -> int:
     for line in comparison.lines():
         console.print(f"does not fit: {line}")
     if not comparison.fits:
-        errors.print(f"error: no family fits {directory}: {ADVICE}")
+        errors.print(f"ft families check: error: no family fits {directory}: {ADVICE}")
         return 1
     probe = comparison.best.probe
     console.print(f"survives a new user turn: {survives(probe)}")

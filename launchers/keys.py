@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from launchers.words import why
 from server.keys import ApiKey, KeyRing
 
 VARIABLE = "FT_API_KEYS"
@@ -31,7 +32,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> tup
     try:
         theirs = parse_keys(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise KeysError(f"cannot read API keys from {path} ({error}): check --api-key-file") from error
+        raise KeysError(f"cannot read API keys from {path} ({why(error)}): check --api-key-file") from error
     if not theirs:
         raise KeysError(f"{path} holds no API key: put one into it, or name another --api-key-file")
     return (*theirs, *ours)

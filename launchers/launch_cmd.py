@@ -154,7 +154,8 @@ def show(
     warn(launch.warnings)
     print(describe(launch, environ))
     if client is None:
-        print(f"        ({harness.program} is not installed)")
+        remedy = "" if options.install else f"; ft launch {harness.name} --install would do that"
+        print(f"        ({harness.program} is not installed{remedy})")
         if options.install:
             commands = clients.install_commands(harness, environ)
             print("\n".join(f"install {clients.shown(command)}" for command in commands))

@@ -15,6 +15,7 @@ from engine.remote.client import RemoteClient
 from launchers.display import Display
 from launchers.runtime import ServeError
 from launchers.settings import ENGINE_KEY, ServeSettings
+from launchers.words import why
 from parsers.conversation import Conversation, Text, Turn
 from parsers.load import Family
 
@@ -48,8 +49,8 @@ async def connect(settings: ServeSettings, family: Family, model: Path, display:
     except RemoteError as error:
         await client.close()
         raise ServeError(str(error)) from error
-    for name, why in client.lacks.items():
-        display.note(f"{client.title} has no {name.replace('_', ' ')}: {why}")
+    for name, reason in client.lacks.items():
+        display.note(f"{client.title} has no {name.replace('_', ' ')}: {reason}")
     return client
 
 
@@ -86,7 +87,7 @@ def _key(path: Path | None, environ: Mapping[str, str]) -> str:
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServeError(f"cannot read the engine's key ({error}): check --engine-key-file") from error
+        raise ServeError(f"cannot read the engine's key in {path} ({why(error)}): check --engine-key-file") from error
     if not key.isascii() or not key.isprintable() or not key:
         raise ServeError(f"{path} holds no API key: put the key, and nothing else, into it")
     return key
@@ -119,7 +120,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise ServeError(f"{path} is damaged ({error}): get it again, or remove it") from error
+        raise ServeError(f"{path} is damaged ({why(error)}): get it again, or remove it") from error
     if not isinstance(config, dict):
         raise ServeError(f"{path} is damaged (no JSON object): get it again, or remove it")
     text = config.get("text_config")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from launchers import keys
+from launchers.words import why
 from server.keys import ApiKey
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -109,7 +110,7 @@ def _exchange(
         raise ServerProblem(f"{url} is not a URL: write --url http://HOST:PORT") from error
     except httpx.HTTPError as error:
         raise ServerProblem(
-            f"no server answers at {url} ({error or type(error).__name__}): start one with `ft serve`, "
+            f"no server answers at {url} ({why(error)}): start one with `ft serve`, "
             "or name another with --url http://HOST:PORT"
         ) from error
     if response.status_code == 401:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from launchers.words import why
+
 EXIT_REFUSED = 2
 """Something in the request to serve is wrong; the same command will fail again."""
 EXIT_GAVE_UP = 1
@@ -98,14 +100,14 @@ def write_ready_file(path: Path, url: str, worker_pid: int) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise ServeError(f"cannot write {path} ({error.strerror}): name another --ready-file") from error
+        raise ServeError(f"cannot write {path} ({why(error)}): name another --ready-file") from error
 
 
 def _bind(host: str, port: int, root: Path) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ServeError(f"{host} is no address of this machine ({error.strerror}): name another --host") from error
+        raise ServeError(f"{host} is no address of this machine ({why(error)}): name another --host") from error
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -117,7 +119,7 @@ def _bind(host: str, port: int, root: Path) -> socket.socket:
             raise (_second_server(port, holder) if holder else in_use(host, port)) from error
         if error.errno == errno.EACCES:
             raise ServeError(f"port {port} needs more rights than we have: choose one above 1023") from error
-        raise ServeError(f"cannot listen on {host}:{port} ({error.strerror}): name another --host") from error
+        raise ServeError(f"cannot listen on {host}:{port} ({why(error)}): name another --host") from error
     return listener
 
 
@@ -127,7 +129,7 @@ def _private(folder: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True, parents=True)
         status = folder.lstat()
     except OSError as error:
-        raise ServeError(f"cannot use {folder} ({error.strerror}): name another --runtime-dir") from error
+        raise ServeError(f"cannot use {folder} ({why(error)}): name another --runtime-dir") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ServeError(f"{folder} is not ours alone: chmod 700 it, remove it, or name another --runtime-dir")
     return folder

@@ -25,6 +25,7 @@ from launchers.display import Display
 from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
 from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
+from launchers.words import why
 from parsers.load import Family, FamilyError, load_family
 from server.app import create_app
 from server.front import BACKLOG, FrontConfig, Patience, Tls
@@ -228,7 +229,7 @@ def _tls(settings: ServeSettings) -> Tls | None:
     try:
         tls.check()
     except OSError as error:
-        raise ServeError(f"the certificate cannot be used ({error}): check --tls-cert and --tls-key") from error
+        raise ServeError(f"the certificate cannot be used ({why(error)}): check --tls-cert and --tls-key") from error
     return tls
 
 
@@ -262,8 +263,8 @@ def _load_script(path: Path | None) -> Script | None:
         return None
     try:
         return Script.load(path)
-    except (ScriptError, OSError) as error:
-        raise ServeError(f"the script {path} cannot be used: {error}") from error
+    except ScriptError as error:
+        raise ServeError(f"{error}: check --script") from error
 
 
 def _open_persist(store: Path | None, key_file: Path | None) -> Persist | None:
@@ -273,7 +274,7 @@ def _open_persist(store: Path | None, key_file: Path | None) -> Persist | None:
     try:
         key = key_file.read_bytes() if key_file is not None else None
     except OSError as error:
-        raise ServeError(f"cannot read the store's key ({error}): check --store-key-file") from error
+        raise ServeError(f"cannot read the store's key in {key_file} ({why(error)}): check --store-key-file") from error
     with contextlib.suppress(OSError):  # without the folder nothing is kept, and that is told
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launchers.running import ServerProblem, ask
+from launchers.words import why
 
 BAR = 16
 """Cells of the longest bar."""
@@ -90,16 +91,14 @@ class Sessions:
         except FileExistsError as error:
             raise ServerProblem(f"{file} exists: name another file, or remove it") from error
         except OSError as error:
-            raise ServerProblem(f"cannot write {file} ({error.strerror}): name another file") from error
+            raise ServerProblem(f"cannot write {file} ({why(error)}): name another file") from error
         return self._done({"file": str(file), "bytes": len(data)}, f"{file}: {len(data):,} bytes")
 
     def take_in(self, file: Path) -> int:
         try:
             data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         except OSError as error:
-            raise ServerProblem(
-                f"cannot read {file} ({error.strerror}): name what `ft sessions export` wrote"
-            ) from error
+            raise ServerProblem(f"cannot read {file} ({why(error)}): name what `ft sessions export` wrote") from error
         answer = ask("POST", self.url, "/v1/sessions/import", self.api_key, content=data, timeout=None).json()
         return self._done(answer, f"session {answer['id']}")
 

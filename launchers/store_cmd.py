@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launchers import ctl
 from launchers.running import DEFAULT_URL, ServerProblem, ask
+from launchers.words import why
 from sessions.store import fsck
 from sessions.store.config import StoreBusy, StoreConfig, StoreError
 from sessions.store.files import Files
@@ -201,4 +202,4 @@ def _problems() -> Iterator[None]:
     except StoreError as error:
         raise ServerProblem(f"{error} (--store-key-file FILE)") from error
     except (OSError, lmdb.Error) as error:
-        raise ServerProblem(f"the store cannot be used ({error}): check --store DIR, and who may read it") from error
+        raise ServerProblem(f"the store cannot be used ({why(error)}): check --store DIR, and its owner") from error

@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from launchers.words import why
+
 Shape = Literal["claude", "codex", "chat"]
 """What the wire looks like: Claude Code over Messages, Codex over Responses, others over Chat Completions."""
 
@@ -123,7 +125,7 @@ class Trace(_Strict):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise TraceError(f"cannot read the trace {path}: {error}") from error
+            raise TraceError(f"cannot read the trace {path}: {why(error)}") from error
         if not lines:
             raise TraceError(f"{path} is empty")
         steps: list[Step] = []

@@ -105,7 +105,8 @@ class Script:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ScriptError(f"cannot read the script {path}: {error}") from error
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ScriptError(f"cannot read the script {path}: {reason}") from error
         rules = []
         for number, line in enumerate(lines, start=1):
             if line.strip():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launchers.agents.common import LaunchError, state_directory
 from launchers.agents.harness import Harness, Package
+from launchers.words import why
 
 NODE_BINARIES = Path("node_modules", ".bin")
 
@@ -73,7 +74,7 @@ def install(harness: Harness, environ: Mapping[str, str]) -> None:
         try:
             code = subprocess.run(command, env=dict(environ), stdout=sys.stderr, check=False).returncode
         except OSError as error:
-            raise LaunchError(f"cannot run {command[0]} ({error.strerror}): {missing_tool(command[0])}") from error
+            raise LaunchError(f"cannot run {command[0]} ({why(error)}): {missing_tool(command[0])}") from error
         if code:
             raise LaunchError(f"installing {harness.title} failed with exit code {code}: {shown(command)}")
 

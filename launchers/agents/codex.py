@@ -12,6 +12,7 @@ from launchers.agents.common import LaunchError, PlannedFile
 from launchers.agents.harness import Ask, Harness, Package, Recipe
 from launchers.agents.merging import merge
 from launchers.running import RunningServer
+from launchers.words import why
 
 KEY_VARIABLE = "FT_API_KEY"
 INSTRUCTIONS = Path(__file__).with_name("codex_instructions.md")
@@ -132,7 +133,7 @@ def existing(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise LaunchError(f"cannot read {path} ({error}): correct it, or delete it to start afresh") from error
+        raise LaunchError(f"cannot read {path} ({why(error)}): correct it, or delete it to start afresh") from error
 
 
 HARNESS = Harness(

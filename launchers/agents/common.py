@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers.running import RunningServer
+from launchers.words import why
 
 LOCAL_KEY = "ft-local"
 """Sent where the server wants no key but the harness insists on one."""
@@ -170,7 +171,7 @@ def become(launch: Launch, inherited: Mapping[str, str]) -> None:
     try:
         os.execvpe(launch.command[0], launch.command, child_environment(launch, inherited))  # noqa: S606 (no shell)
     except OSError as error:
-        raise LaunchError(f"cannot run {launch.command[0]} ({error.strerror})") from error
+        raise LaunchError(f"cannot run {launch.command[0]} ({why(error)})") from error
 
 
 def write_private(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from launchers.agents.common import Launch, LaunchError, child_environment
+from launchers.words import why
 
 GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.05
@@ -33,7 +34,7 @@ def run_and_stop_leftovers(launch: Launch, inherited: Mapping[str, str]) -> int:
         try:
             child = subprocess.Popen(launch.command, env=child_environment(launch, inherited))
         except OSError as error:
-            raise LaunchError(f"cannot run {launch.command[0]} ({error.strerror})") from error
+            raise LaunchError(f"cannot run {launch.command[0]} ({why(error)})") from error
         children.append(child)
         code = child.wait()
     left = list(running_below(launch.leftovers))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.agents.common import LaunchError, PlannedFile
+from launchers.words import why
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,5 +29,5 @@ def merged_json(path: Path, settings: Mapping[str, Any]) -> PlannedFile:
     except FileNotFoundError:
         old = {}
     except (OSError, ValueError) as error:
-        raise LaunchError(f"cannot read {path} ({error}): correct it, or delete it to start afresh") from error
+        raise LaunchError(f"cannot read {path} ({why(error)}): correct it, or delete it to start afresh") from error
     return PlannedFile(path, json.dumps(merge(old, settings), indent=2) + "\n")

@@ -76,6 +76,7 @@ def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixtu
     ("module", "arguments"),
     [
         ("engine.bench", ["decode"]),
+        ("engine.bench", ["prefill"]),
         ("engine.bench_store", []),
         ("engine.bench_bandwidth", []),
         ("engine.bench_offload", []),
@@ -84,6 +85,7 @@ def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixtu
         ("launchers.cli", ["bench", "trace"]),
         ("launchers.cli", ["bench", "parsers"]),
         ("launchers.cli", ["bench", "grammar"]),
+        ("launchers.cli", ["bench", "api"]),
     ],
     ids=str,
 )
@@ -227,7 +229,7 @@ def test_dry_run_shows_everything_and_touches_nothing(
 
 def test_dry_run_works_without_the_client(fake_server: FakeServer, home: Path, tmp_path: Path) -> None:
     done = ft("launch", "codex", "--url", fake_server.url, "--dry-run", path=tmp_path)
-    assert done.returncode == 0 and "(codex is not installed)" in done.stdout
+    assert done.returncode == 0 and "(codex is not installed; ft launch codex --install would do that)" in done.stdout
     done = ft("launch", "codex", "--url", fake_server.url, path=tmp_path)
     assert done.returncode == 1 and "npm install -g @openai/codex@0.169.0" in done.stderr
     assert not (home / ".local").exists()
@@ -287,7 +289,8 @@ def test_claudes_own_state_is_kept(fake_server: FakeServer, home: Path, tmp_path
 def test_no_server_names_ft_serve(arguments: tuple[str, ...], home: Path) -> None:
     done = ft(*arguments, "--url", "http://127.0.0.1:1")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ") and "`ft serve`" in done.stderr
+    told = f"ft {' '.join(arguments)}: error: no server answers at http://127.0.0.1:1 (Connection refused): "
+    assert done.stderr.startswith(told) and "`ft serve`" in done.stderr
     assert not (home / ".local").exists()
 
 
@@ -295,6 +298,34 @@ def test_a_dry_run_needs_no_server(home: Path) -> None:
     done = ft("launch", "claude", "--dry-run", "--url", "http://127.0.0.1:1")
     assert done.returncode == 0 and "CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072" in done.stdout
     assert "no server answers" in done.stderr and not (home / ".local").exists()
+
+
+MISSING: list[list[str]] = [
+    ["serve", "--api-key-file", "{gone}"],
+    ["serve", "--script", "{gone}", "--no-store", "--runtime-dir", "{folder}"],
+    ["serve", "--store-key-file", "{gone}", "--runtime-dir", "{folder}"],
+    ["ctl", "stats", "--api-key-file", "{gone}"],
+    ["store", "stat", "--store-key-file", "{gone}"],
+    ["sessions", "import", "{gone}"],
+    ["bench", "replay", "{gone}"],
+    ["bench", "trace", "--out", "{gone}/trace.jsonl"],
+    ["bench", "store", "--directory", "{gone}"],
+]
+
+
+@pytest.mark.parametrize("command", MISSING, ids=" ".join)
+def test_a_file_that_is_not_there_is_named_once_and_without_numbers(command: list[str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    done = ft(*(part.format(gone=gone, folder=tmp_path) for part in command))
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr + done.stdout
+    told = (done.stderr + done.stdout).splitlines()[-1]
+    assert told.count(str(gone)) == 1 and "Errno" not in told, told
+
+
+def test_settings_that_cannot_be_served_have_one_exit_code() -> None:
+    for arguments in (["--port", "70000"], ["--engine", "http://127.0.0.1:1"]):
+        done = ft("serve", *arguments)
+        assert done.returncode == 2 and done.stderr.startswith("ft serve: error: --"), done.stderr
 
 
 def test_what_belongs_to_the_agent_is_told_apart() -> None:

@@ -105,7 +105,7 @@ def test_pin_and_forget(server: FakeServer, capsys: pytest.CaptureFixture[str]) 
 def test_refusals_are_told_in_the_servers_words(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.answers[f"/v1/sessions/{IDS[0]}/pin"] = (503, {"error": {"message": "no worker can do this now"}})
     assert ft(server, "pin", "3fa2") == 1
-    assert capsys.readouterr().err == "error: no worker can do this now\n"
+    assert capsys.readouterr().err == "ft sessions pin: error: no worker can do this now\n"
     server.answers["/v1/sessions"] = (401, {})
     assert ft(server, "list") == 1
     assert "--api-key-file" in capsys.readouterr().err
