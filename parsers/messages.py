@@ -215,12 +215,14 @@ class _Planning:
         self._answered = 0  # items up to the last answer
         if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
             self._system(-1, planner._system("", conversation.tools))
-        turns = list(enumerate(conversation.turns))
+        # An answer that says nothing is none: to some templates it is the end of a turn before it.
+        turns = [one for one in enumerate(conversation.turns) if not _is_answer(one) or _has_content(one[1])]
         if not self._traits.answers_in_a_row:
             turns = [
                 one for answers, run in groupby(turns, _is_answer) for one in (_joined([*run]) if answers else run)
             ]
         self.plan.continues = bool(turns) and not self._format.frames and _goes_on(turns[-1][1])
+        self._continued = turns[-1][0] if self.plan.continues else -1
         for outputs, run in groupby(turns, lambda one: _has_outputs(one[1])):
             if outputs:
                 self._outputs([(index, *one) for index, turn in run for one in _outputs(turn)])
@@ -267,8 +269,6 @@ class _Planning:
 
     def _assistant(self, index: int, turn: Turn) -> None:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
-        if not calls and not turn.sampled and not any(_says(block) for block in turn.blocks):
-            return  # to some templates that is the end of a turn before it
         if not self._traits.answers_in_a_row and not any(i.kind != "system" for i in self.plan.items[self._answered :]):
             self._user(-1, "")
         self._in_loop = bool(calls)
@@ -280,7 +280,7 @@ class _Planning:
             self._made[call.id] = made[-1]
             self._count += 1
         first = self._count - len(calls)
-        continues = self.plan.continues and index == len(self._conversation.turns) - 1
+        continues = index == self._continued
         sampled = None if continues else turn.sampled
         natives = iter(made)
         blocks = tuple(replace(b, id=next(natives).identity) if isinstance(b, ToolCall) else b for b in turn.blocks)
@@ -343,7 +343,6 @@ def _goes_on(turn: Turn) -> bool:
 
 def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
     """Answers that follow each other as one, whose tokens nobody knows: thinking, text, calls."""
-    run = [one for one in run if one[1].sampled or any(isinstance(b, ToolCall) or _says(b) for b in one[1].blocks)]
     if len(run) < 2:
         return run
     blocks = [block for _, turn in run for block in turn.blocks]
@@ -352,6 +351,10 @@ def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
     text = Text("\n\n".join(text for text in texts if text.strip()))
     calls = [block for block in blocks if isinstance(block, ToolCall)]
     return [(run[-1][0], Turn("assistant", (*thinking, text, *calls)))]
+
+
+def _has_content(turn: Turn) -> bool:
+    return turn.sampled is not None or any(isinstance(block, ToolCall) or _says(block) for block in turn.blocks)
 
 
 def _says(block: Block) -> bool:

@@ -101,14 +101,14 @@ class Renderer:
         plan = self._planner.plan(conversation)
         blocks = self._finder.blocks(self._text(plan, conversation, thinking, effort))
         if plan.continues:
-            *blocks, last = self._up_to_more(blocks, conversation.turns[-1])
+            *blocks, last = self._up_to_more(blocks, conversation)
         else:
             header = self.format.turns.assistant.open
             if self.format.turns.headless and self._ended(blocks[-1]):  # the next turn is not the template's to begin
                 blocks.append(Block(header, header, True))
             *blocks, last = blocks
             if not last.assistant or self._finder.end(last.body)[1]:
-                raise RenderError("the chat template does not end with a generation prompt")
+                raise _no_answer(conversation)
         writer = Writer(self._pieces, remember)
         _Rendering(self, conversation, plan, writer).write(blocks)
         start = writer.place()
@@ -122,12 +122,12 @@ class Renderer:
         opener = () if plan.continues else ids[behind_header:]
         return Prompt(ids, spans, thinking_open and not plan.continues, thinking, effort, opener, plan.continues)
 
-    def _up_to_more(self, blocks: list[Block], turn: Turn) -> list[Block]:
+    def _up_to_more(self, blocks: list[Block], conversation: Conversation) -> list[Block]:
         """The turns up to where the last answer goes on. Raises RenderError."""
         for number, block in enumerate(blocks):
             if CONTINUED in block.text and block.assistant:
                 return [*blocks[:number], replace(block, text=block.text.partition(CONTINUED)[0])]
-        raise RenderError(f"this model cannot go on with the last turn: {_quoted(turn)}")
+        raise _no_answer(conversation)
 
     def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> str:
         variables = self.format.switches.variables(thinking, effort)
@@ -411,6 +411,11 @@ class _Rendering:
             return False
         wanted = self._renderer._tokenizer.encode_trusted(header)
         return list(ids[: len(wanted)]) == wanted
+
+
+def _no_answer(conversation: Conversation) -> RenderError:
+    last = _quoted(conversation.turns[-1]) if conversation.turns else "there is none"
+    return RenderError(f"this model cannot go on with the last turn: {last}; send a user turn behind it")
 
 
 def _quoted(turn: Turn) -> str:

@@ -528,3 +528,21 @@ def test_calls_that_wait_for_their_outputs_are_no_begun_answer(name: str) -> Non
     prompt = family(name).render(with_turns(Turn("assistant", (*TURN.blocks, Text("So.")))))
     text = family(name).tokenizer.decode(prompt.ids)
     assert not prompt.continues and "So." in text and text.count("look") > 1
+
+
+@every
+def test_an_answer_that_says_nothing_is_none(name: str) -> None:
+    begun, nothing = Turn("assistant", (Text("The sky is"),)), Turn("assistant", (Text(" \n"),))
+    for turns in ((begun,), (begun, user("More.")), (TURN, output("call_1", "Blue."))):
+        silent = [turn for one in turns for turn in (one, nothing)]
+        one, other = family(name).render(with_turns(*turns)), family(name).render(with_turns(*silent))
+        assert (one.ids, one.continues) == (other.ids, other.continues)
+
+
+@every
+def test_every_conversation_has_a_prompt_or_a_reason(name: str) -> None:
+    for turns in ((), (Turn("assistant", (Thinking("Hm."),)),), (user("Q"), Turn("assistant", (Thinking("Hm."),)))):
+        try:
+            assert family(name).render(Conversation(turns)).spans[-1].kind == "generation_prompt"
+        except RenderError as error:
+            assert "refuses this conversation" in str(error) or "cannot go on with the last turn" in str(error)
