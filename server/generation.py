@@ -83,6 +83,7 @@ class Generation:
         try:
             admitted = await self._stream.admitted(seconds)
         except EngineError as error:
+            _log.warning("request %s was not begun: %s: %r", self._stream.id, error.kind, error.message)
             raise ApiError.from_engine_error(error, len(self.prompt.ids)) from error
         if admitted is not None:
             self._account(admitted.reuse)

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pydantic import BaseModel
+
 from engine.api import Request, TokenLogprob
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """No token is chosen for the model, not even where the grammar leaves only one text."""
+
+_NEVER = -9999.0
 
 
 class RemoteError(Exception):
@@ -76,6 +80,10 @@ class Cached:
     unnamed: int = 0
 
     @property
+    def believable(self) -> bool:
+        return min(self.device, self.host, self.disk, self.unnamed) >= 0
+
+    @property
     def total(self) -> int:
         return self.device + self.host + self.disk + self.unnamed
 
@@ -86,6 +94,25 @@ class Problem:
 
     status: int
     message: str
+
+
+class Error(BaseModel):
+    """As both kinds of servers write it in an event."""
+
+    message: str = "no message"
+    code: int | str | None = None
+
+
+def problem(error: Error | str, otherwise: int) -> Problem:
+    """``otherwise``: the status where none is told."""
+    if isinstance(error, str):
+        return Problem(otherwise, error)
+    return Problem(error.code if isinstance(error.code, int) and error.code else otherwise, error.message)
+
+
+def finite(logprob: float | None) -> float:
+    """JSON has no infinity: null, or no number, stands for what cannot be sampled."""
+    return min(logprob, 0.0) if logprob is not None and logprob > _NEVER else _NEVER
 
 
 @dataclass(frozen=True)

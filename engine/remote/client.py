@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
+from pydantic_core import from_json
 
 from engine.api import AdminAction, AdminReply, Admitted, Done, Failed, ModelInfo, Request, Stats, Tokens
 from engine.client import EngineError, EngineStream, Inbox, QueueFull, WorkerUnavailable
@@ -28,9 +29,13 @@ _log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 5.0
 HEALTH_SECONDS = 10.0
+END_SECONDS = 10.0
+"""From the last token of an answer to the end of its stream, where some say what they reused."""
 MISSES = 3
 """So many looks at its health must fail, one after the other; one is enough where nothing listens any more."""
 MAX_BACKOFF_SECONDS = 8.0
+_MOST_WORDS = 64 << 10
+"""Bytes of an error that are read."""
 _TIMEOUT = httpx.Timeout(connect=5.0, read=None, write=60.0, pool=None)
 """A first token may take as long as it takes: whether the engine lives is told by its health."""
 
@@ -196,11 +201,7 @@ class RemoteClient:
         self._put(request_id, entry, Done(request_id, "abort", entry.answer.reuse))
         if entry.task is not None:
             entry.task.cancel()  # closes its connection
-        asked = self._spoken[0].abort(request_id) if self._spoken else None
-        if asked is not None:
-            task = asyncio.create_task(self._tell(*asked), name="remote abort")
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        self._drop(request_id)
 
     def abandon(self, request_id: str) -> None:
         entry = self._open.get(request_id)
@@ -267,17 +268,21 @@ class RemoteClient:
         keys = {"x-session-id": request.session, "x-smg-routing-key": request.session} if request.session else {}
         async with self._http.stream("POST", dialect.path, content=body, headers=keys) as response:
             if response.status_code != 200:
-                await response.aread()
-                self._put(request.id, entry, answer.failed(Problem(response.status_code, _message(response))))
+                self._put(request.id, entry, answer.failed(Problem(response.status_code, await _message(response))))
                 return
             if not dialect.reports_first:
                 entry.inbox.decided.set()
-            async for data in events(response):
-                self._heard = time.monotonic()
-                for reply in answer.take(dialect.chunk(data, answer.sampled, facts)):
-                    self._put(request.id, entry, reply)
-                if entry.inbox.ended:
-                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None) as patience:
+                    async for data in events(response):
+                        self._heard = time.monotonic()
+                        for reply in answer.take(dialect.chunk(data, answer.sampled, facts)):
+                            self._put(request.id, entry, reply)
+                        if entry.inbox.ended:
+                            self._drop(request.id)
+                            return
+                        if answer.over and patience.when() is None:
+                            patience.reschedule(asyncio.get_running_loop().time() + END_SECONDS)
         self._put(request.id, entry, answer.end())
 
     def _put(self, request_id: str, entry: _Open, reply: Admitted | Tokens | Done | Failed) -> None:
@@ -294,6 +299,14 @@ class RemoteClient:
             self._counts["cached_tokens"] += reply.reuse.resumed
             self._counts["unreported" if entry.answer.cached is None else "reported"] += 1
 
+    def _drop(self, request_id: str) -> None:
+        """Nobody wants more of it."""
+        asked = self._spoken[0].abort(request_id) if self._spoken else None
+        if asked is not None:
+            task = asyncio.create_task(self._tell(*asked), name="remote abort")
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
     async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
         """That a request has ended; its connection is closed already."""
         with contextlib.suppress(httpx.RequestError):
@@ -304,10 +317,11 @@ class RemoteClient:
     async def _check(self) -> None:
         self._asking = True
         try:
-            well = (await self._http.get("/health", timeout=HEALTH_SECONDS)).status_code < 500
+            async with asyncio.timeout(HEALTH_SECONDS):
+                well = (await self._http.get("/health")).status_code < 500
         except httpx.ConnectError:
             self._misses, well = MISSES, False
-        except httpx.RequestError:
+        except (httpx.RequestError, TimeoutError):
             well = False
         finally:
             self._asking = False
@@ -343,14 +357,21 @@ class RemoteClient:
             delay = min(2 * delay, MAX_BACKOFF_SECONDS)
 
 
-def _message(response: httpx.Response) -> str:
-    """What an error's body says, whoever's it is."""
+async def _message(response: httpx.Response) -> str:
+    """What an error's body says, whoever's it is. Raises httpx.RequestError."""
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEALTH_SECONDS):
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > _MOST_WORDS:
+                    break
     try:
-        body = response.json()
+        body = from_json(data)
     except ValueError:
-        return response.text
+        body = None
     for name in ("error", "message", "detail"):
         if isinstance(body, dict) and name in body:
             said = body[name]
             return str(said.get("message", said)) if isinstance(said, dict) else str(said)
-    return response.text
+    return data.decode(errors="replace")

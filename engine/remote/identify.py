@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,8 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
+from pydantic_core import from_json
 
-from engine.api import Request, Sampling
+from engine.api import Failed, Request, Sampling
 from engine.remote.answer import Answer
 from engine.remote.api import Address, Checkpoint, Chunk, Dialect, Facts, RemoteError
 from engine.remote.sglang import SGLang
@@ -55,7 +57,8 @@ class _Asking:
         return _object(await self._request("POST", path, body))
 
     async def answer(self, dialect: Dialect, facts: Facts, request: Request, vocab_size: int) -> list[Chunk]:
-        """The events of a short answer; the last one may be a problem. Raises RemoteError."""
+        """The events of a short answer; the last one may be a problem. Raises RemoteError, and ValueError for what
+        makes no sense."""
         body = dialect.body(request, facts)
         response = await self._request("POST", dialect.path, body, PROBE_SECONDS)
         if response.status_code != 200:
@@ -63,7 +66,9 @@ class _Asking:
         answer, chunks = Answer(request, dialect.title, vocab_size), []
         async for data in events(response):
             chunk = dialect.chunk(data, answer.sampled, facts)
-            list(answer.take(chunk))
+            for reply in answer.take(chunk):
+                if isinstance(reply, Failed) and chunk.problem is None:
+                    raise ValueError(reply.message)
             chunks.append(chunk)
         return chunks
 
@@ -73,8 +78,9 @@ class _Asking:
         url = self.address.url
         content = None if body is None else json.dumps(body).encode()
         try:
-            response = await self._http.request(method, path, content=content, timeout=timeout)
-        except httpx.RequestError as error:
+            async with asyncio.timeout(timeout):
+                response = await self._http.request(method, path, content=content, timeout=timeout)
+        except (httpx.RequestError, TimeoutError) as error:
             raise RemoteError(
                 f"no engine answers at {url} ({error or type(error).__name__}): start it, or name another --engine"
             ) from error
@@ -92,7 +98,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     if response.status_code != 200:
         return {}
     try:
-        body = response.json()
+        body = from_json(response.content)
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.api import Request, TokenLogprob
-from engine.remote.api import Cached, Chunk, Facts, Problem, ended_by
+from engine.remote.api import Cached, Chunk, Error, Facts, Problem, ended_by, finite, problem
 
 _Scored = tuple[float | None, int, Any]
 """Log probability, token id, text or null."""
@@ -31,15 +31,10 @@ class _Meta(BaseModel):
     output_top_logprobs: list[list[_Scored] | None] | None = None
 
 
-class _Error(BaseModel):
-    message: str = "no message"
-    code: int | None = None
-
-
 class _Event(BaseModel):
     output_ids: list[int] | None = None
     meta_info: _Meta | None = None
-    error: _Error | None = None
+    error: Error | str | None = None
 
 
 class SGLang:
@@ -91,7 +86,7 @@ class SGLang:
     def chunk(self, event: str, sampled: Sequence[int], facts: Facts) -> Chunk:
         said = _Event.model_validate_json(event)
         if said.error is not None:
-            return Chunk(problem=Problem(said.error.code or 400, said.error.message))
+            return Chunk(problem=problem(said.error, 400))
         if said.output_ids is None or said.meta_info is None:
             raise ValueError("an event without output_ids or meta_info")
         ids, meta = said.output_ids, said.meta_info
@@ -134,11 +129,6 @@ def _logprobs(ids: Sequence[int], meta: _Meta) -> tuple[TokenLogprob, ...]:
     if [token for _, token, _ in scored] != list(ids) or len(tops) != len(ids):
         raise ValueError("log probabilities of other tokens than its output_ids")
     return tuple(
-        TokenLogprob(token, _finite(logprob), tuple((other, _finite(value)) for value, other, _ in top or ()))
+        TokenLogprob(token, finite(logprob), tuple((other, finite(value)) for value, other, _ in top or ()))
         for (logprob, token, _), top in zip(scored, tops, strict=True)
     )
-
-
-def _finite(logprob: float | None) -> float:
-    """JSON has no infinity: null stands for what cannot be sampled."""
-    return -9999.0 if logprob is None else max(logprob, -9999.0)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.api import Request, TokenLogprob
-from engine.remote.api import Cached, Chunk, Facts, Problem, ended_by
+from engine.remote.api import Cached, Chunk, Error, Facts, ended_by, finite, problem
 
 _NAME = "token_id:"
 """Before the id, where tokens are named by it."""
@@ -19,7 +19,7 @@ _NAME = "token_id:"
 class _Logprobs(BaseModel):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: list[dict[str, float | None] | None] = []
 
 
 class _Choice(BaseModel):
@@ -38,15 +38,10 @@ class _Usage(BaseModel):
     prompt_tokens_details: _Details | None = None
 
 
-class _Error(BaseModel):
-    message: str = "no message"
-    code: int | str | None = None
-
-
 class _Event(BaseModel):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: Error | str | None = None
 
 
 class VLLM:
@@ -96,8 +91,7 @@ class VLLM:
     def chunk(self, event: str, sampled: Sequence[int], facts: Facts) -> Chunk:
         said = _Event.model_validate_json(event)
         if said.error is not None:
-            code = said.error.code
-            return Chunk(problem=Problem(code if isinstance(code, int) else 500, said.error.message))
+            return Chunk(problem=problem(said.error, 500))
         details = said.usage.prompt_tokens_details if said.usage is not None else None
         cached = None
         if details is not None and details.cached_tokens is not None:
@@ -132,8 +126,8 @@ def _scored(choice: _Choice) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
             _token(name),
-            -9999.0 if logprob is None else logprob,
-            tuple((_token(other), value) for other, value in (top or {}).items()),
+            finite(logprob),
+            tuple((_token(other), finite(value)) for other, value in (top or {}).items()),
         )
         for name, logprob, top in zip(scores.tokens, scores.token_logprobs, tops, strict=True)
     )
