@@ -113,7 +113,6 @@ class OffloadedExperts:
         y = torch.empty_like(x)
 
         resolve(self.residency, ids, layer, decision)
-        self._driver.write64(stream, self._mailbox + box.done, 0)
         kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
         kernels.fetch(self._pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)

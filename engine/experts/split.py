@@ -64,10 +64,10 @@ class Split:
             if self._fixed == 0:
                 besides = np.maximum(times[:, 0] - self._cpu_part * on_cpu, 0.0)
                 _blend(self._cpu_fixed, besides, on_cpu > 0, _WEIGHT)
-                _blend(self._link_fixed, times[:, 1], (on_cpu > 0) & (times[:, 1] > 0), _WEIGHT)
+                _blend(self._link_fixed, times[:, 1].astype(np.float64), (on_cpu > 0) & (times[:, 1] > 0), _WEIGHT)
             return False
         missing = on_cpu + on_link
-        _blend(self._missing, missing, missing > 0, _WEIGHT)
+        _blend(self._missing, missing.astype(np.float64), missing > 0, _WEIGHT)
         cpu, link = times[:, 0] / np.maximum(on_cpu, 1), times[:, 1] / np.maximum(on_link, 1)
         both, one = (on_cpu > 0) & (on_link > 0), (on_cpu > 0) ^ (on_link > 0)
         measured = both & self._pays  # on the way to one side, the other's few parts tell little

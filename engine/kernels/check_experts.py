@@ -150,7 +150,7 @@ def check_mailbox(rows: int, hidden: int, generator: torch.Generator) -> bool:
         torch.cuda.synchronize()
         right &= torch.equal(read(box.arrived, one), one)
         if work:
-            right &= int(read(box.ready, one)) == rows << 32 | 42 and int(read(box.done, one)) != 1
+            right &= int(read(box.ready, one)) == rows << 32 | 42 and int(read(box.done, one)) == 0
             right &= all(
                 torch.equal(read(offset, sent), sent)
                 for offset, sent in ((box.x, x), (box.plan, made.plan), (box.weights, weights))
