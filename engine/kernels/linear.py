@@ -29,17 +29,20 @@ class Direct:
 
 @dataclass(frozen=True)
 class Stream:
-    """``programs``: as many as keep a large GPU's memory busy; weights of fewer output blocks are cut along the inner
-    dimension too. Constants, so that results do not depend on the GPU."""
+    """``programs``: as many as a large GPU's memory wants; weights of fewer output blocks are cut along the inner
+    dimension too, into ``splits`` at most: adding the pieces up takes time. Constants, so that results do not depend
+    on the GPU. ``stages`` is for 16-bit weights: as many of float32 would not fit into every GPU's shared memory."""
 
     block_n: int = 64
     block_k: int = 128
-    programs: int = 264
+    programs: int = 528
+    splits: int = 8
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
 
 
-DIRECT, STREAM = Direct(), Stream()
+DIRECT, STREAM, LONG_STREAM = Direct(), Stream(), Stream(splits=1, stages=4)
+"""The last is for weights that need not be cut: fewer programs at a time, each further ahead."""
 SMALL = 1 << 22
 """Most numbers of a weight that is read directly, ..."""
 SHORT = 1 << 12
@@ -59,11 +62,14 @@ class DeviceWeight:
 def pack(weight: Tensor, tiling: Direct | Stream | None = None) -> DeviceWeight:
     out, inner = weight.shape
     if tiling is None:
-        tiling = DIRECT if out * inner <= SMALL and inner <= SHORT else STREAM
+        if out * inner <= SMALL and inner <= SHORT:
+            tiling = DIRECT
+        else:
+            tiling = STREAM if 2 * triton.cdiv(out, STREAM.block_n) <= STREAM.programs else LONG_STREAM
     blocks, splits = 1, 1
     if isinstance(tiling, Stream):
         blocks = triton.cdiv(out, tiling.block_n)
-        splits = min(triton.cdiv(inner, 2 * tiling.block_k), max(1, tiling.programs // blocks))
+        splits = min(tiling.splits, triton.cdiv(inner, 2 * tiling.block_k), max(1, tiling.programs // blocks))
     return DeviceWeight(weight, tiling, splits, torch.zeros(blocks, dtype=torch.int32, device=weight.device))
 
 
@@ -157,7 +163,7 @@ def linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:
     _stream[(triton.cdiv(columns, tiling.block_n), weight.splits)](
         x, weight.matrix, with_bias, out, partial, weight.arrived, rows, columns, inner, per_split,
         HAS_BIAS=bias is not None, SPLITS=weight.splits, ROWS=ROWS, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages if weight.matrix.dtype != torch.float32 else 2,
     )  # fmt: skip
     return out
 

@@ -96,30 +96,28 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, device=GPU, dtype=torch.float32 if dtype == torch.float32 else dtype)
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy within the device."""
-    source = random(1 << 29)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / measure([partial(target.copy_, source)]).microseconds * 1e6
+def read_bandwidth() -> float:
+    """Bytes a second of torch's sum over 4 GiB, which reads and hardly writes, as these operations do."""
+    source = torch.zeros(1 << 30, device=GPU)
+    return source.nbytes / measure([source.sum]).microseconds * 1e6
 
 
-def report(name: str, nbytes: int, timing: Timing, copying: float, note: str = "") -> None:
+def report(name: str, nbytes: int, timing: Timing, reading: float, note: str = "") -> None:
     rate = nbytes / timing.microseconds * 1e6
     print(
         f"{name:44} {timing.microseconds:9.2f} µs ± {timing.spread:6.2f} {nbytes / 1e6:9.2f} MB {rate / 1e9:8.0f} GB/s "
-        f"{100 * rate / copying:4.0f} % {note}"
+        f"{100 * rate / reading:4.0f} % {note}"
     )
 
 
 LINEARS = (
-    ("in_proj_qkv", CHANNELS, HIDDEN), ("in_proj_z", 4096, HIDDEN), ("in_proj_a", VALUE_HEADS, HIDDEN),
-    ("gdn out_proj", HIDDEN, 4096), ("q_proj and gate", 2 * HEADS * HEAD_DIM, HIDDEN), ("k_proj", 512, HIDDEN),
-    ("router", EXPERTS, HIDDEN), ("shared gate_up", 1024, HIDDEN), ("shared down", HIDDEN, 512),
-    ("shared gate", 1, HIDDEN), ("lm_head", VOCAB, HIDDEN),
+    ("gdn inputs", CHANNELS + (LINEAR_DIM + 2) * VALUE_HEADS, HIDDEN), ("out_proj", HIDDEN, 4096),
+    ("attention inputs", 2 * (HEADS + KV_HEADS) * HEAD_DIM, HIDDEN), ("router and shared", EXPERTS + 1025, HIDDEN),
+    ("shared down", HIDDEN, 512), ("lm_head", VOCAB, HIDDEN),
 )  # fmt: skip
 
 
-def time_linears(ops: DeviceOps, copying: float) -> None:
+def time_linears(ops: DeviceOps, reading: float) -> None:
     for name, out, inner in LINEARS:
         size = 2 * out * inner
         packed = [ops.pack(random(out, inner, dtype=torch.bfloat16)) for _ in range(sets_for(size))]
@@ -130,11 +128,11 @@ def time_linears(ops: DeviceOps, copying: float) -> None:
             torch_s = measure([partial(torch.mm, half, each.matrix.t()) for each in packed])
             moved = size + 4 * rows * (inner + out)
             report(
-                f"linear {name} {rows} x {out} x {inner}", moved, timing, copying, f"torch {torch_s.microseconds:.2f}"
+                f"linear {name} {rows} x {out} x {inner}", moved, timing, reading, f"torch {torch_s.microseconds:.2f}"
             )
 
 
-def time_pointwise(ops: DeviceOps, copying: float) -> None:
+def time_pointwise(ops: DeviceOps, reading: float) -> None:
     norm, small, head_norm, bias = random(HIDDEN), random(LINEAR_DIM), random(HEAD_DIM), random(VALUE_HEADS)
     table = ops.rope_table(1 << 12, ROTARY, 1e7)
     for rows in BATCHES:
@@ -145,20 +143,21 @@ def time_pointwise(ops: DeviceOps, copying: float) -> None:
         pages = random(batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         up = random(rows, 1024)
         for name, nbytes, call in (
-            ("rms_norm", 2 * x.nbytes, partial(ops.rms_norm, x, norm, 1e-6)),
+            ("add_rms_norm", 4 * x.nbytes, partial(ops.add_rms_norm, x, x, norm, 1e-6)),
             ("gated_rms_norm", 3 * heads.nbytes, partial(ops.gated_rms_norm, heads, heads, small, 1e-6)),
             ("rms_norm of heads", 2 * q.nbytes, partial(ops.rms_norm, q, head_norm, 1e-6)),
             ("silu_mul", up.nbytes // 2 * 3, partial(ops.silu_mul, up)),
             ("sigmoid_mul", 3 * wide.nbytes, partial(ops.sigmoid_mul, wide, wide)),
+            ("sigmoid_mul and sum", 3 * x.nbytes, partial(ops.sigmoid_mul, x, x[:, :1], x)),
             ("gdn_gates", 4 * gates.nbytes, partial(ops.gdn_gates, gates, gates, bias, bias)),
             ("rope", 2 * q.nbytes // 4, partial(ops.rope, q, positions, table)),
             ("route", logits.nbytes, partial(ops.route, logits, TOP_K, True)),
             ("write_pages", 3 * k.nbytes, partial(ops.write_pages, k, k, pages, pages, batch)),
         ):
-            report(f"{name} {rows}", nbytes, measure([call]), copying)
+            report(f"{name} {rows}", nbytes, measure([call]), reading)
 
 
-def time_recurrences(ops: DeviceOps, copying: float) -> None:
+def time_recurrences(ops: DeviceOps, reading: float) -> None:
     weight = random(CHANNELS, WIDTH)
     for rows in BATCHES:
         size = 2 * 4 * rows * VALUE_HEADS * LINEAR_DIM**2
@@ -168,9 +167,9 @@ def time_recurrences(ops: DeviceOps, copying: float) -> None:
         states = [random(rows, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM) for _ in range(sets_for(size))]
         windows = [random(rows, CHANNELS, WIDTH - 1) for _ in states]
         conv = measure([partial(ops.conv, x, weight, each, batch) for each in windows])
-        report(f"conv {rows}", 2 * windows[0].nbytes + 2 * x.nbytes + weight.nbytes, conv, copying)
+        report(f"conv {rows}", 2 * windows[0].nbytes + 2 * x.nbytes + weight.nbytes, conv, reading)
         delta = measure([partial(ops.gated_delta, q, q, v, decay, decay, each, batch) for each in states])
-        report(f"gated_delta {rows}", size, delta, copying)
+        report(f"gated_delta {rows}", size, delta, reading)
 
 
 def decode_attention(rows: int, context: int) -> tuple[Tensor, Tensor, Tensor, Batch, int]:
@@ -181,36 +180,48 @@ def decode_attention(rows: int, context: int) -> tuple[Tensor, Tensor, Tensor, B
     return random(rows, HEADS, HEAD_DIM), keys, values, batch, keys.nbytes + values.nbytes
 
 
-def time_attention(ops: DeviceOps, copying: float) -> None:
+def time_attention(ops: DeviceOps, reading: float) -> None:
     for rows, context in itertools.product(BATCHES, CONTEXTS):
         q, keys, values, batch, size = decode_attention(rows, context)
         copies = [(keys, values)] + [(keys.clone(), values.clone()) for _ in range(sets_for(size) - 1)]
         timing = measure([partial(ops.attention, q, *each, batch, 0.06) for each in copies])
-        report(f"attention {rows} of {context}", size, timing, copying)
+        report(f"attention {rows} of {context}", size, timing, reading)
 
 
 def time_all(ops: DeviceOps) -> float:
-    """Prints a line for each; the bandwidth of copying, bytes a second."""
-    copying = copy_bandwidth()
-    print(f"{'copy within the device':44} {copying / 1e9:.0f} GB/s, the 100 % below")
+    """Prints a line for each; the bandwidth of reading, bytes a second."""
+    reading = read_bandwidth()
+    print(f"{'reading 4 GiB':44} {reading / 1e9:.0f} GB/s, the 100 % below")
     for part in (time_linears, time_pointwise, time_recurrences, time_attention):
-        part(ops, copying)
-    return copying
+        part(ops, reading)
+    return reading
 
 
-def tune(copying: float) -> None:
-    """The best few tilings of linear layers, at one row and at sixteen, and of attention."""
-    for name, out, inner in (LINEARS[0], LINEARS[3], LINEARS[5], LINEARS[10]):
+TILINGS: tuple[linear.Direct | linear.Stream, ...] = (
+    *itertools.starmap(linear.Direct, ((2, 1), (4, 2), (4, 4), (8, 4))),
+    *(
+        linear.Stream(n, k, programs, 8, warps, stages)
+        for (n, k, warps, stages), programs in itertools.product(
+            ((64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3),
+             (128, 64, 8, 4), (64, 256, 4, 3)),
+            (132, 264, 528),
+        )
+    ),
+)  # fmt: skip
+
+
+def tune(reading: float) -> None:
+    """The best few tilings of linear layers at one, four and sixteen rows, and of attention."""
+    for name, out, inner in LINEARS:
         weights = [random(out, inner, dtype=torch.bfloat16) for _ in range(sets_for(2 * out * inner))]
-        one, many, tried = random(1, inner), random(16, inner), []
-        for n, k, stages, programs in itertools.product((16, 32, 64), (128, 256), (3, 5), (256, 512)):
-            tiling = linear.Tiling(n, k, programs, 4, stages)
-            if (stages - 1) * k * (2 * n + 64) <= SMALL:
+        inputs, tried = [random(rows, inner) for rows in (1, 4, 16)], []
+        for tiling in TILINGS:
+            if isinstance(tiling, linear.Stream) or out * inner <= 4 * linear.SMALL:
                 packed = [linear.pack(each, tiling) for each in weights]
-                times = [measure([partial(linear.linear, x, each, None) for each in packed], 3) for x in (one, many)]
-                tried.append((times[0].microseconds, times[1].microseconds, tiling))
-        for fast, slow, tiling in sorted(tried, key=lambda each: each[0])[:4]:
-            print(f"linear {name:16} {fast:8.2f} µs, 16 rows {slow:8.2f} µs, {tiling}")
+                times = [measure([partial(linear.linear, x, each, None) for each in packed], 3) for x in inputs]
+                tried.append(([time.microseconds for time in times], tiling))
+        for times_of, tiling in sorted(tried, key=lambda each: each[0][0] + each[0][1])[:4]:
+            print(f"linear {name:17} " + ", ".join(f"{time:.2f}" for time in times_of) + f" µs: {tiling}")
     for rows, context in ((1, 1 << 10), (1, 1 << 15), (4, 1 << 17)):
         q, keys, values, batch, size = decode_attention(rows, context)
         found = []
@@ -220,4 +231,4 @@ def tune(copying: float) -> None:
                 timing = measure([partial(attention.attention, q, keys, values, batch, 0.06, plan)], 3)
                 found.append((timing.microseconds, plan))
         for fast, plan in sorted(found, key=lambda each: each[0])[:4]:
-            print(f"attention {rows} of {context}: {fast:.2f} µs, {100 * size / fast * 1e6 / copying:.0f} %, {plan}")
+            print(f"attention {rows} of {context}: {fast:.2f} µs, {100 * size / fast * 1e6 / reading:.0f} %, {plan}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.layers.loader import Loader
@@ -62,7 +63,7 @@ class RoutedWithShared:
     ops: Ops
     inputs: Any
     """Router, the shared expert's gate and up projections, and the gate that scales it."""
-    sizes: tuple[int, int, int]
+    sizes: list[int]
     experts: Any
     down: Any
     top_k: int
@@ -90,7 +91,7 @@ class RoutedWithShared:
         return cls(
             loader.ops,
             loader.stacked(name, inputs, hidden),
-            (experts, 2 * shared_inner, 1),
+            [experts, 2 * shared_inner, 1],
             loader.experts(f"{name}.experts", experts, inner, hidden),
             loader.linear(f"{shared}.down_proj", hidden, shared_inner),
             top_k,
@@ -99,7 +100,7 @@ class RoutedWithShared:
 
     def __call__(self, x: Tensor) -> Tensor:
         ops = self.ops
-        logits, gate_up, gate = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        logits, gate_up, gate = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
         ids, weights = ops.route(logits, self.top_k, self.renormalize)
         routed = ops.experts(x, ids, weights, self.experts)
         return ops.sigmoid_mul(ops.linear(ops.silu_mul(gate_up), self.down), gate, routed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.layers.ffn import RoutedWithShared
@@ -110,7 +111,7 @@ class GatedDeltaNet:
             "in_proj_a": config.value_heads,
         }
         self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = tuple(inputs.values())
+        self.sizes = [*inputs.values()]
         self.conv = loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous()
         self.a_log = loader.vector(f"{name}.A_log", config.value_heads)
         self.dt_bias = loader.vector(f"{name}.dt_bias", config.value_heads)
@@ -120,9 +121,9 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, config, rows = self.ops, self.config, x.shape[0]
         window, state = cache.states[2 * self.index], cache.states[2 * self.index + 1]
-        qkv, z, b, a = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        qkv, z, b, a = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
         qkv = ops.conv(qkv, self.conv, window, batch)
-        q, k, v = qkv.split([config.keys, config.keys, config.values], dim=1)
+        q, k, v = torch.split(qkv, [config.keys, config.keys, config.values], dim=1)
         decay, beta = ops.gdn_gates(a, b, self.a_log, self.dt_bias)
         out = ops.gated_delta(
             q.view(rows, config.key_heads, config.key_dim),
@@ -149,14 +150,14 @@ class GatedAttention:
             "v_proj": config.kv_heads * width,
         }
         self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = tuple(inputs.values())
+        self.sizes = [*inputs.values()]
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
         self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
         self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q_and_gate, k, v = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        q_and_gate, k, v = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
         q, gate = q_and_gate.view(rows, -1, 2 * width).chunk(2, dim=2)
         q = ops.rms_norm(q, self.q_norm, eps, offset=1.0)
         k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps, offset=1.0)

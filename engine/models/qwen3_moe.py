@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.layers.ffn import Dense, FeedForward, Routed
@@ -80,14 +81,14 @@ class Attention:
             "v_proj": config.kv_heads * width,
         }
         self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = tuple(inputs.values())
+        self.sizes = [*inputs.values()]
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
         self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
         self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q, k, v = ops.linear(x, self.inputs).split(self.sizes, dim=1)
+        q, k, v = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
         q = ops.rms_norm(q.view(rows, -1, width), self.q_norm, eps)
         k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps)
         v = v.view(rows, -1, width)
