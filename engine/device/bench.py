@@ -213,13 +213,13 @@ class Bench:
 
     def _without_gaps(self, steps: DecodeSteps) -> float:
         """Seconds of a step when the next one is launched while it runs; for routing that may be repeated."""
-        parts = self._parts()
+        count, parts = int(self._options.steps), self._parts()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(self._options.steps):
+        for _ in range(count):
             steps.launch(parts)
         torch.cuda.synchronize()
-        return (time.perf_counter() - start) / self._options.steps
+        return (time.perf_counter() - start) / count
 
     def _parts(self) -> list[Rows]:
         """The next token of every sequence."""
