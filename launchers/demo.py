@@ -10,9 +10,7 @@ def demo() -> int:
     try:
         from launchers import demo_session
     except ModuleNotFoundError as error:
-        print(
-            f"ft demo: error: {error.name} is not installed; get it with: pip install 'ft-server[demo]'",
-            file=sys.stderr,
-        )
+        remedy = "get it with: pip install 'ft-server[demo]'"
+        print(f"ft demo: error: {error.name} is not installed; {remedy}", file=sys.stderr)
         return 1
     return demo_session.run()

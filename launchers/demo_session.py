@@ -35,7 +35,7 @@ def run() -> int:
             free_chat(console, Path(scratch))
             rows, seconds = agent_session(console, Path(scratch))
     except (DemoError, WorkspaceError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError, *SDK_ERRORS) as e:
-        console.print(f"error: {e}", style="red", markup=False)
+        console.print(f"ft demo: error: {e}", style="red", markup=False, soft_wrap=True)
         return 1
     console.print(table(rows), "")
     return verdict(console, rows, seconds)

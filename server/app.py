@@ -164,7 +164,8 @@ def _error_response(request: Request, error: Exception) -> Response:
             ours = error
         case HTTPException():
             kind = _HTTP_KINDS.get(error.status_code, "invalid")
-            ours = ApiError(kind, f"{request.method} {path}: {error.detail}")
+            hint = " (GET /openapi.json describes every operation)" if error.status_code in _HTTP_KINDS else ""
+            ours = ApiError(kind, f"{request.method} {path}: {error.detail}{hint}")
         case _:
             ours = ApiError("internal", errors.INTERNAL_MESSAGE)
     shape = errors.shape_of(path, request.headers)
