@@ -153,6 +153,8 @@ class Engine(Protocol):
     """What the server wants of whoever computes for it: a worker process of ours, or a remote engine."""
 
     lost: int
+    max_open: int
+    """Requests that may be open at once."""
 
     @property
     def info(self) -> ModelInfo | None: ...
@@ -193,7 +195,7 @@ class EngineClient:
     def __init__(self, max_open: int = 72) -> None:
         self.lost = 0
         """Workers lost so far."""
-        self._max_open = max_open
+        self.max_open = max_open
         self._info: ModelInfo | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._receiver: asyncio.Task[None] | None = None
@@ -273,8 +275,8 @@ class EngineClient:
         form. Never blocks: what the socket does not take at once is buffered, at most ``max_open`` requests."""
         if self._writer is None:
             raise WorkerUnavailable
-        if len(self._open) >= self._max_open:
-            raise QueueFull(self._max_open)
+        if len(self._open) >= self.max_open:
+            raise QueueFull(self.max_open)
         if request.id in self._open:
             raise EngineError("invalid", f"request {request.id} is open already")
         try:

@@ -42,6 +42,10 @@ _PLAIN = {
     ),
 }
 """What some complaints mean."""
+_UNKNOWN = {
+    re.compile(r"Unimplemented keys: \[(.*)\]"): "no answer can be held to the keyword {}: leave it out of the schema",
+    re.compile(r"Unknown format: (.*)"): 'no answer can be held to the format "{}": leave it out of the schema',
+}
 
 
 class GrammarError(Exception):
@@ -178,6 +182,9 @@ class Guide:
 def _plain(error: str) -> str:
     """A complaint in one line; what it means, where that is known."""
     text = _COMPILER.sub("", error.split("\n", 1)[0])
+    for complaint, meaning in _UNKNOWN.items():
+        if match := complaint.fullmatch(text):
+            return meaning.format(match[1])[:500]
     return next((meaning for complaint, meaning in _PLAIN.items() if text.startswith(complaint)), text)[:500]
 
 

@@ -74,6 +74,8 @@ class Tokenizer:
         """Where a space that decoded text begins with is not part of it: at the start, or behind control tokens too."""
         if self._spelling.strips:
             self.strips = self._lead.where if self._lead else "start"
+        self.start = _start(description.get("post_processor"))
+        """What a prompt of plain text begins with, where the tokenizer puts anything there."""
         self._split = _splitter(control)
         self._ordinary = {token: self._spelling.added_bytes(text) for text, token in ordinary.items()}
         tokens = [*map(self._spelling.bytes_of, vocabulary), *self._ordinary.values()]
@@ -99,6 +101,11 @@ class Tokenizer:
     def encode(self, text: str, remember: bool = False) -> tuple[int, ...]:
         """Plain text, from the midst of other text, to ids; control tokens spelled in it are ordinary text."""
         return tuple(self._encode(_without_marks(text, "\ufffd"), remember))
+
+    def encode_start(self, text: str, remember: bool = False) -> tuple[int, ...]:
+        """Plain text that is a whole prompt, or the beginning of one."""
+        text = _without_marks(text, "\ufffd")
+        return (*self.start, *self._encode(self._lead.before(text) if text and self._lead else text, remember))
 
     def encode_trusted(self, text: str, remember: bool = False, after: int | None = None) -> list[int]:
         """Text to ids, with control tokens recognised. Marks (lone surrogates) are removed after splitting. ``after``
@@ -201,6 +208,21 @@ class Detokenizer:
 
 def _without_marks(text: str, instead: str) -> str:
     return text if text.isascii() else _SURROGATES.sub(instead, text)
+
+
+def _start(post_processor: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """The ids that a template of the description has before the first text; other kinds of processors put none there
+    that a decoder wants."""
+    known = post_processor or {}
+    ids: list[int] = []
+    for part in (known, *(known.get("processors") or ())):
+        if part.get("type") != "TemplateProcessing":
+            continue
+        for piece in part.get("single") or ():
+            if "SpecialToken" not in piece:
+                break
+            ids += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return tuple(ids)
 
 
 def _wordy(data: bytes) -> int:

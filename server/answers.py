@@ -68,6 +68,8 @@ class Usage:
 class Progress:
     """Nothing to say yet; the connection wants a sign of life."""
 
+    choice: int = 0
+
 
 @dataclass(frozen=True)
 class Finished:

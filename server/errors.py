@@ -125,9 +125,11 @@ class ApiError(Exception):
     @classmethod
     def from_validation(cls, error: ValidationError, body: object) -> ApiError:
         """The first complaint of pydantic, with the path of the field in the request's ``body``."""
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(_path(first["loc"], body, missing=first["type"] == "missing"))
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "union_tag_invalid":  # pydantic names its own ways of looking for it
+            message = f"{first['ctx']['tag']!r} is not known here, but {first['ctx']['expected_tags']}"
         return cls("invalid", f"{where}: {message}" if where else message, param=where or None)
 
 

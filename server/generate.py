@@ -58,6 +58,9 @@ async def _start(
     else:
         most = context_limit(state, info) - 1
         sources += [await raw_prompt(state, text, info.vocab_size, most) for text in asked.prompts]
+    wanted, most = len(sources) * options.n, state.engine.max_open
+    if wanted > most:
+        raise ApiError("invalid", f"{wanted} answers at once: this server may have {most} open", param="n")
     answers: list[Generation] = []
     try:
         for one in sources:

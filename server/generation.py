@@ -110,7 +110,7 @@ class Generation:
                     raise ApiError.from_engine(reply.kind, reply.message)
             now = loop.time()
             if now >= (soon if events else told + keepalive):
-                yield _joined(events) or [Progress()]
+                yield _joined(events) or [Progress(self._assembler.choice)]
                 told, events = loop.time(), []
                 soon = told + PACE
 

@@ -18,15 +18,15 @@ from sessions.digest import pack
 
 
 async def raw_prompt(state: ServerState, source: str | tuple[int, ...], vocabulary: int, most: int) -> Prompt:
-    """Text is encoded off the event loop, without control tokens, whatever it spells; what must have more than ``most``
-    tokens is refused before that. Raises ApiError."""
+    """Text is encoded off the event loop, behind the start token of models that have one, and without control tokens,
+    whatever it spells; what must have more than ``most`` tokens is refused before that. Raises ApiError."""
     tokenizer = state.family.tokenizer
     if isinstance(source, tuple):
         ids = source
     elif (least := tokenizer.least_tokens([source])) > most:
         raise ApiError.prompt_too_long(least, most)
     else:
-        ids = await to_thread.run_sync(tokenizer.encode, source, True, limiter=state.render_limiter)
+        ids = await to_thread.run_sync(tokenizer.encode_start, source, True, limiter=state.render_limiter)
     if not ids:
         raise ApiError("invalid", "prompt: it must have one token at least", param="prompt")
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)

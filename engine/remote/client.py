@@ -68,7 +68,7 @@ class RemoteClient:
         self, address: Address, checkpoint: Checkpoint, max_open: int, note: Callable[[str], None] = lambda _: None
     ) -> None:
         self.lost = 0
-        self._address, self._checkpoint, self._max_open, self._note = address, checkpoint, max_open, note
+        self._address, self._checkpoint, self.max_open, self._note = address, checkpoint, max_open, note
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if address.key:
             headers["authorization"] = f"Bearer {address.key}"
@@ -148,7 +148,7 @@ class RemoteClient:
             vocab_size=ours.vocab_size,
             context_length=facts.context_length,
             recurrent=False,
-            max_sequences=self._max_open,
+            max_sequences=self.max_open,
             instruction_set="",
             dtype=f"computed by {self.title}",
             incarnation=uuid4().hex,
@@ -182,8 +182,8 @@ class RemoteClient:
         """Raises WorkerUnavailable, QueueFull, or EngineError for what the remote cannot do: before it hears of it."""
         if self._info is None or self._spoken is None:
             raise WorkerUnavailable(self._why)
-        if len(self._open) >= self._max_open:
-            raise QueueFull(self._max_open)
+        if len(self._open) >= self.max_open:
+            raise QueueFull(self.max_open)
         dialect, facts = self._spoken
         self._refuse(request, self._info, dialect, facts)
         silence = Cached() if self._counts["reported"] else None

@@ -79,7 +79,7 @@ class ChatWriter:
                 self._end(event)
                 return []
             case Progress():
-                return [self._chunk(0, {})]
+                return [self._chunk(event.choice, {})]
             case Finished():
                 return self._finish(event)
 

@@ -1,7 +1,8 @@
 """OpenAI Completions: requests in.
 
 This is the raw protocol: no template is applied, and none of a prompt's text becomes a control token, whatever it
-spells; whoever wants control tokens sends token ids. Nothing is put in front of a prompt.
+spells; whoever wants control tokens sends token ids. Nothing is put in front of them; text begins with the start token
+where the model's tokenizer puts one.
 """
 
 from __future__ import annotations

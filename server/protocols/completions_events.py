@@ -101,7 +101,7 @@ class CompletionsWriter:
             case BlockStart() | BlockEnd():
                 return []
             case Progress():
-                return [self._chunk(0, "")]
+                return [self._chunk(event.choice, "")]
             case Finished():
                 return self._finish(event)
 

@@ -237,6 +237,31 @@ def test_plain_sentencepiece_text_comes_back_and_has_no_control_token(kind: str,
     assert tokenizer.least_tokens([text]) <= len(ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("text", ["", "hello the", " hello", "é<table>"])
+def test_a_prompt_of_plain_text_begins_as_the_librarys_does(kind: str, wrapped: bool, text: str) -> None:
+    """With the start token of its template, and not with the end that some have."""
+    description = vocabularies.sentencepiece(kind)
+    start, end = (one["content"] for one in description["added_tokens"] if one["content"] in ("[INST]", "[/INST]"))
+    marks = {one["content"]: one["id"] for one in description["added_tokens"]}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": start, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": end, "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {one: {"id": one, "ids": [marks[one]], "tokens": [one]} for one in (start, end)},
+    }
+    description["post_processor"] = {"type": "Sequence", "processors": [template]} if wrapped else template
+    tokenizer = Tokenizer(description)
+    reference = Reference.from_str(json.dumps(description)).encode(text).ids
+    assert tokenizer.encode_start(text) == tuple(reference[:-1])
+    assert small(kind)[0].encode_start(text) == tuple(reference[1:-1])
+
+
 def test_where_sentencepiece_puts_a_space_before_text() -> None:
     for kind, at_start, behind_mark, behind_text in (
         ("gemma", "hello", "hello", "hello"),

@@ -111,6 +111,25 @@ KINDS = {
         {"user-agent": "QwenCode/0.16.0 (linux; x64)"},
         chat("system", {"reasoning": "Look."}, max_tokens=512, metadata={"sessionId": "q", "promptId": "q########0"}),
     ),
+    "completions": Kind(
+        "/v1/completions",
+        {"user-agent": "OpenAI/Python 2.9.0"},
+        {
+            "model": "local-moe",
+            "prompt": ["def f(x):", [100, 101, 102, 32]],
+            "n": 2,
+            "max_tokens": 64,
+            "echo": False,
+            "logprobs": 2,
+            "stop": ["\n\n\n"],
+            "temperature": 0.2,
+            "top_p": 0.95,
+            "seed": 7,
+            "logit_bias": {"65": -5},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
 }
 
 ODD: tuple[Any, ...] = (

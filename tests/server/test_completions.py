@@ -53,6 +53,23 @@ async def test_text_never_becomes_control_tokens_and_ids_are_what_they_are(famil
     assert made.choices[0].text == "<think>hm</think>"
 
 
+async def test_text_begins_with_the_start_token_of_a_model_that_has_one(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are sent as they are, and an echo has no more than the prompt."""
+    start = family.tokenizer.control["<|im_start|>"]
+    monkeypatch.setattr(family.tokenizer, "start", (start,))
+    async with serving(family, "Hi<|im_end|>") as server:
+        create = server.openai().completions.create
+        made = await create(**MODEL, prompt="ab", echo=True)
+        for prompt in ([97, 98], ""):
+            await create(**MODEL, prompt=prompt)
+        prompts = [request.tokens for request in server.worker.requests]
+    assert prompts == [(start, 97, 98), (97, 98), (start,)]
+    assert made.choices[0].text == "abHi"
+    assert made.usage is not None and made.usage.prompt_tokens == 3
+
+
 async def test_the_default_length_is_the_protocols(family: Family) -> None:
     async with serving(family, "x" * 40) as server:
         made = await server.openai().completions.create(**MODEL, prompt="x")

@@ -20,7 +20,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(0)]
 
 CALL = "<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
 ANSWER = f"Look.</think>\n\nYes.\n{CALL}<|im_end|>"
-LAST = {"/v1/messages": "message_stop", "/v1/responses": "response.completed", "/v1/chat/completions": "[DONE]"}
+LAST = {
+    "/v1/messages": "message_stop",
+    "/v1/responses": "response.completed",
+    "/v1/chat/completions": "[DONE]",
+    "/v1/completions": "[DONE]",
+}
 FEW, MANY = 200, 10_000
 SEED = int(os.environ.get("FT_FUZZ_SEED", "1"))
 

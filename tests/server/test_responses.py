@@ -187,3 +187,13 @@ async def test_event_names_match_their_payloads(family: Family) -> None:
     assert "x-ft-reuse" in response.headers
     for name, data in events(response.text):
         assert json.loads(data)["type"] == name
+
+
+async def test_items_of_unknown_kinds_are_named_in_the_clients_words(family: Family) -> None:
+    async with serving(family) as server:
+        item: Any = {"type": "image_generation_call", "id": "i", "result": "x", "status": "completed"}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await server.openai().responses.create(model="local-moe", input=[item])
+    message = caught.value.body["message"]  # type: ignore[index]
+    assert message.startswith("input.0: 'image_generation_call' is not known here, but 'message', ")
+    assert "_item_type" not in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
@@ -164,3 +165,39 @@ async def test_tokens_that_come_faster_than_anybody_reads_are_told_together(
     assert (first.text, first.text + rest.text, end.finish_reason) == ("0", text, "stop")
     assert rest.logprobs is not None
     assert "".join(rest.logprobs.tokens or ()) == rest.text
+
+
+async def test_more_answers_than_may_ever_be_open_are_refused_for_good(family: Family) -> None:
+    """Not with advice to ask again."""
+    async with serving(family, numbered, max_open=4) as server:
+        client = server.openai()
+        assert len((await client.chat.completions.create(**ASK, n=4)).choices) == 4
+        with pytest.raises(openai.BadRequestError, match="5 answers at once: this server may have 4 open"):
+            await client.chat.completions.create(**ASK, n=5)
+        with pytest.raises(openai.BadRequestError, match="6 answers at once"):
+            await client.completions.create(model="local-moe", prompt=["a", "b", "c"], n=2)
+        assert len(server.worker.requests) == 4
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_signs_of_life_are_of_answers_that_live(family: Family, chat: bool) -> None:
+    """Nothing comes of an answer behind its end."""
+    release = asyncio.Event()
+
+    def answer(request: Request) -> Answer:
+        held = request.sampling.seed == 7
+        return Answer("</think>\n\nHi<|im_end|>", hold_at=2 if held else -1, release=release)
+
+    async with serving(family, answer, keepalive_seconds=0.01) as server:
+        client = server.openai()
+        stream: Any = (
+            await client.chat.completions.create(**ASK, n=2, seed=6, stream=True)
+            if chat
+            else await client.completions.create(model="local-moe", prompt="x", n=2, seed=6, stream=True)
+        )
+        seen = []
+        async for chunk in stream:
+            seen += [(choice.index, choice.finish_reason) for choice in chunk.choices]
+            if (0, "stop") in seen and seen[-1] == (1, None):
+                release.set()
+    assert {index for index, _ in seen[seen.index((0, "stop")) + 1 :]} == {1}
