@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from engine.bandwidth import read_probe
 from engine.bandwidth_profile import Profile, ProfileError, Rate, default_profile, machine_name
@@ -62,17 +63,25 @@ class CpuExperts:
         self._executor = executor
         self._x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1))
         self._weights = torch.full((1, self._ranks), 1 / self._ranks)
+        self._requests = self._all_experts()  # made before, so that their making is not measured
         self._next = 0
+
+    def _all_experts(self) -> list[tuple[int, Tensor]]:
+        """Layer and plan of requests for all experts of the pool, in order."""
+        pool, requests = self._executor.pool, []
+        for layer in range(pool.layers):
+            for first in range(0, pool.experts, self._ranks):
+                chosen = (first + torch.arange(self._ranks)) % pool.experts
+                plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
+                requests.append((layer, plan))
+        return requests
 
     def request(self) -> int:
         """One request for the experts that were not asked for longest. -> bytes of weights read."""
-        pool = self._executor.pool
-        layer, first = divmod(self._next, pool.experts)
-        self._next = (self._next + self._ranks) % len(pool)
-        chosen = (first + torch.arange(self._ranks)) % pool.experts
-        plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
+        layer, plan = self._requests[self._next]
+        self._next = (self._next + 1) % len(self._requests)
         self._executor.run(layer, self._x, plan, self._weights)
-        return self._ranks * pool.layout.nbytes
+        return self._ranks * self._executor.pool.layout.nbytes
 
     def rate(self, go_on: Callable[[], bool]) -> float:
         """Bytes per second of requests: one, and more as long as ``go_on()``."""
