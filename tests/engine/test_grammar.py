@@ -96,7 +96,7 @@ def test_half_of_a_code_point_is_followed_by_the_other() -> None:
     [
         (
             'start: b\n# the tool f\nb: %json {"not": {}, "if": {}}',
-            r'^the tool f cannot be enforced: no answer can be held to the keyword "if", "not": leave it out of the schema$',
+            r'^the tool f cannot be enforced: no answer can be held to the keyword "if", "not": leave it out of',
         ),
         ('# f\nstart: %json {"type": "string", "format": "x-y"}', r'^f cannot .* the format "x-y": leave it out of'),
         ('# the tool f\nb: "x"\n# the answer\nc: %json {"type": "x"}\nstart: b c', r"^the answer .*Invalid type: x"),

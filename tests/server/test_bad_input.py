@@ -25,7 +25,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 PICTURE, TEXT = {"type": "image", "source": IMAGE}, {"type": "text", "text": "x"}
-MEDIA = "messages.0.content.0.content.0: Input tag 'video'"
+MEDIA = "messages.0.content.0.content.0: 'video' is not known"
 
 
 def messages(*contents: Any, role: str = "user") -> dict[str, Any]:
