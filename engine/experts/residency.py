@@ -25,7 +25,8 @@ from torch import Tensor
 
 from engine.experts.layout import Layout
 
-LEAST_WINDOW, MOST_WINDOW = 64, 128
+WINDOW = 128
+"""Slots that one call looks through for victims."""
 OLDEST = (1 << 23) - 2
 """Values that lie farther below the present than this are all the same to the choice of victims."""
 MOST_PAIRS = 256
@@ -165,12 +166,6 @@ def wrap(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def window(pairs: int) -> int:
-    """Slots that a call with so many rows times ranks looks through for victims: a power of two, and twice what it can
-    need as long as that is not too many."""
-    return min(max(LEAST_WINDOW, 1 << (2 * pairs - 1).bit_length()), MOST_WINDOW)
-
-
 def used(value: int, now: int, bump: Ints) -> int:
     """The value of an expert after its use."""
     ahead = min(max(wrap(now - value), -SPAN), SPAN)
@@ -198,8 +193,7 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     missing.sort(key=lambda expert: wrap(now - int(value[first_flat + expert])))  # stable: ties to the lower id
     budget = link_parts(len(missing) * parts, int(state.share[layer]))
     kept = {int(slot_of[first_flat + expert]) for expert in active}
-    size = window(ids.numel())
-    victims = _victims(owner, value, (int(state.hand), size), now, kept)[: budget // parts]
+    victims = _victims(owner, value, int(state.hand), now, kept)[: budget // parts]
     partial = min(budget - len(victims) * parts, parts)
 
     where = {expert: (int(slot_of[first_flat + expert]), parts) for expert in active}
@@ -215,7 +209,7 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     for expert in active:
         value[first_flat + expert] = used(int(value[first_flat + expert]), now, state.bump.numpy())
     if victims:
-        state.hand.fill_((int(state.hand) + size) % state.slots)
+        state.hand.fill_((int(state.hand) + WINDOW) % state.slots)
     on_link = sum(where[expert][1] for expert in fetched)
     counts = ((len(active) - len(missing)) * parts, on_link, len(missing) * parts - on_link)
     moved = sum(int(state.part_bytes[where[expert][1]]) for expert in fetched)
@@ -236,17 +230,15 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     _fill(decision.counts, [len(fetched), sum(expert >= 0 for expert, _ in plan)])
 
 
-def _victims(owner: Ints, value: Ints, window: tuple[int, int], now: int, kept: set[int]) -> list[int]:
-    """The slots of the window (its begin and size) that may go: free ones, then the least valuable ones; of equals
-    those that come first in it."""
+def _victims(owner: Ints, value: Ints, hand: int, now: int, kept: set[int]) -> list[int]:
+    """The slots of the window that may go: free ones, then the least valuable ones; of equals those that come first."""
 
     def order(slot: int) -> tuple[bool, int]:
         holds = int(owner[slot])
         return holds >= 0, max(-OLDEST, min(wrap(int(value[holds]) - now), OLDEST)) if holds >= 0 else 0
 
-    begin, size = window
-    slots = [(begin + step) % len(owner) for step in range(min(size, len(owner)))]
-    return sorted((slot for slot in slots if slot not in kept), key=order)  # stable
+    window = [(hand + step) % len(owner) for step in range(min(WINDOW, len(owner)))]
+    return sorted((slot for slot in window if slot not in kept), key=order)  # stable
 
 
 def _fill(tensor: Tensor, numbers: list[int]) -> None:

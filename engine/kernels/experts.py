@@ -25,7 +25,7 @@ CHUNK = 4096
 """Words that one of them moves at a time."""
 COPY = 1024
 """Numbers that one program sends to the CPU, ..."""
-SUMS = 256
+SUMS = 128
 """... and adds up."""
 
 
@@ -47,8 +47,8 @@ class Tiles:
 
 
 TILES = {
-    "bf16": Tiles(Tile(4, 8, 1, 4), Tile(2, 4, 8)),
-    "int8": Tiles(Tile(16, 8, 2), Tile(4, 2, 4)),
+    "bf16": Tiles(Tile(4, 4, 1, 4), Tile(2, 2, 4)),
+    "int8": Tiles(Tile(8, 4, 1, 3), Tile(4, 4, 2)),
     "mxfp4": Tiles(Tile(32, 8, 2), Tile(8, 2, 2)),
 }
 """By format. The same on every GPU: a tile sets the order of the sums."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.experts.residency import ENTRIES, OLDEST, ONE, SHIFT, SPAN, Decision, Residency, window
+from engine.experts.residency import ENTRIES, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
@@ -114,12 +114,11 @@ def _resolve(
 def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> None:
     """As the function of the same name in engine.experts.residency, for contiguous tensors on the device."""
     pairs = ids.numel()
-    wide = triton.next_power_of_2(pairs)
     _resolve[(1,)](
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work, state.share,
         state.pace, state.bump, state.part_bytes,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
-        layer, state.experts, state.slots, pairs, window(pairs) % state.slots,
-        PARTS=state.parts, PAIRS=wide, WINDOW=window(pairs), SPAN=SPAN, SHIFT=SHIFT, ENTRIES=ENTRIES, OLDEST=OLDEST,
-        HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=min(4, max(1, wide // 8)),
+        layer, state.experts, state.slots, pairs, WINDOW % state.slots,
+        PARTS=state.parts, PAIRS=triton.next_power_of_2(pairs), WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
+        ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=4,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from engine.experts.residency import (
     ONE,
     SHIFT,
     SPAN,
+    WINDOW,
     Decision,
     Residency,
     decayed,
@@ -29,7 +30,6 @@ from engine.experts.residency import (
     policies,
     resolve,
     used,
-    window,
     wrap,
 )
 
@@ -158,13 +158,9 @@ def test_free_slots_go_first_then_the_least_valuable() -> None:
 def test_the_window_moves_on() -> None:
     state = Residency.create(LAYOUT, LAYERS, 1000, 700, DEVICE)
     assert decide(state, [1]).slot.tolist() == [[0]]
-    assert decide(state, [2]).slot.tolist() == [[64]]
+    assert decide(state, [2]).slot.tolist() == [[WINDOW]]
     decide(state, [2])  # nothing to fetch
-    assert decide(state, [3]).slot.tolist() == [[128]]
-
-
-def test_the_window_grows_with_the_call() -> None:
-    assert [window(pairs) for pairs in (1, 8, 32, 33, 64, 128, 256)] == [64, 64, 64, 128, 128, 128, 128]
+    assert decide(state, [3]).slot.tolist() == [[2 * WINDOW]]
 
 
 def test_of_equal_victims_the_first_of_the_window_goes() -> None:

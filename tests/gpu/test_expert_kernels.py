@@ -11,7 +11,7 @@ from engine.experts.residency import Decision
 from engine.kernels import experts, experts_twin
 
 CPU = torch.device("cpu")
-SHAPES = [(32, 32), (96, 64), (64, 160)]
+SHAPES = [(32, 32), (96, 64), (64, 160), (32, 256)]
 
 
 def slots_of(layout: Layout, count: int, seed: int = 0) -> Tensor:
