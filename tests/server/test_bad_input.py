@@ -48,7 +48,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, messages({"type": "image", "source": IMAGE}), "messages.0.content.0: image is not supported"),
     (MESSAGES, {"system": [{"type": "document", "source": IMAGE}]}, "system.0: document is not supported"),
     (MESSAGES, messages({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "video"}]}), MEDIA),
-    (MESSAGES, messages({"type": "search_result", "content": []}), "messages.0.content.0: Input tag 'search_result'"),
+    (
+        MESSAGES,
+        messages({"type": "search_result", "content": []}),
+        "messages.0.content.0: 'search_result' is not known",
+    ),
     (MESSAGES, messages({"type": "tool_use", "id": "a", "name": "b", "input": {}}), "not allowed in user"),
     (MESSAGES, messages({"type": "tool_result", "tool_use_id": ""}), "tool_use_id"),
     (
