@@ -198,7 +198,7 @@ class Calls:
             out.keep()
             stop = yield from self._list(_Noise(""), Opener("call", guarded=True), Place(_drop, _nothing), start)
             try:
-                alone = not stop and (yield from source.follows(self._fence.ends))
+                alone = not stop and (yield from source.follows((self._fence.ends,)))
             except Cut:
                 alone = True
             cut = source.ended and not source.natural
@@ -270,7 +270,7 @@ class Calls:
             name = yield from self._header.read(source, call, opener.kind == "head")
         if name and self._json:
             yield from source.space()
-            if not (yield from source.follows(("{", '"', "null", *self._behind))):
+            if not (yield from source.follows((("{", '"', "null", *self._behind),))):
                 raise Malformed
         if name:
             call.announce(name)
@@ -307,7 +307,7 @@ class Calls:
                 continue
             if not stop:
                 try:
-                    found = yield from source.follows(expected)
+                    found = yield from source.follows((expected,))
                 except Cut:
                     source.advance(len(source.buffer))
                     return "", False

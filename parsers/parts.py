@@ -6,10 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from parsers.lark import ANY, GrammarError, escaped
-from parsers.schema import ALIASES, KINDS
+from parsers.schema import ALIASES, KINDS, target
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"))
@@ -177,12 +176,7 @@ class Parts:
 
     def target(self, reference: str) -> Mapping[str, Any]:
         """The part of the schema that a reference leads to."""
-        found: Any = self.root if reference.startswith(_ROOT) else None
-        for part in filter(None, unquote(reference).removeprefix(_ROOT).split("/")):
-            if isinstance(found, list):
-                found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
-            else:
-                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        found = target(reference.replace(_ROOT, "#", 1), self.root)
         if not isinstance(found, Mapping):
             raise GrammarError(f"the schema's $ref {reference.replace(_ROOT, '#')!r:.80} leads nowhere")
         return found

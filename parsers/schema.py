@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 FREEFORM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Formats know only JSON arguments: a free-form tool's input travels as the one string ``input``."""
@@ -78,18 +79,19 @@ def _places(schema: object, root: Mapping[str, Any]) -> Iterable[Mapping[str, An
         for key in ("anyOf", "oneOf", "allOf"):
             options = place.get(key)
             ahead.extend(options if isinstance(options, list | tuple) else ())
-        ahead.append(_target(place.get("$ref"), root))
+        ahead.append(target(place.get("$ref"), root))
     return found.values()
 
 
-def _target(reference: object, root: Mapping[str, Any]) -> object:
+def target(reference: object, root: Mapping[str, Any]) -> object:
     """What a reference inside the schema points to; None if nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    target: object = root
-    for part in filter(None, reference[1:].split("/")):
-        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-    return target
+    found: object = root if isinstance(reference, str) and reference.startswith("#") else None
+    for part in filter(None, unquote(str(reference)[1:]).split("/")):
+        if isinstance(found, list):
+            found = found[int(part)] if part.isdecimal() and len(part) < 9 and int(part) < len(found) else None
+        else:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:

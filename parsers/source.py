@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable
+from collections.abc import Callable, Container, Generator
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +19,9 @@ Step = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 
+Path = tuple[tuple[str, ...], ...]
+"""Texts that follow each other: one of each set, with white space before each."""
+SPACE_LIMIT = 64
 _CODE = re.compile("[\ud800-\udfff]")
 
 
@@ -206,22 +209,31 @@ class Source:
             return True
         return False
 
-    def follows(self, texts: Iterable[str], limit: int = 64) -> Step[bool]:
-        """Does one of ``texts`` come next, after at most ``limit`` characters of white space? Consumes nothing.
+    def follows(self, *paths: Path) -> Step[bool]:
+        """Does what one of ``paths`` describes come next? Consumes nothing.
 
-        A natural end of the input counts as following. Raises Cut at an end that leaves it open.
+        A natural end of the input counts as what was to follow. Raises Cut at an end that leaves it open.
         """
-        options = tuple(texts)
         while True:
-            rest = self.buffer.lstrip(" \t\r\n")
-            if len(self.buffer) - len(rest) > limit:
-                return False
-            if rest.startswith(options):
-                return True
-            if rest and not any(option.startswith(rest) for option in options):
-                return False
+            verdicts = [compared(self.buffer, path) for path in paths]
+            if True in verdicts or None not in verdicts:
+                return True in verdicts
             if self.ended and not self.natural:
                 raise Cut
             if self.ended:
-                return not rest
+                rest = self.buffer.strip()
+                return not rest or any(len(path) > 1 and rest in path[0] for path in paths)
             yield
+
+
+def compared(text: str, path: Path) -> bool | None:
+    """Whether ``text`` begins as ``path`` says; None while more text may decide."""
+    for options in path:
+        rest = text.lstrip(" \t\r\n")
+        if len(text) - len(rest) > SPACE_LIMIT:
+            return False
+        found = next((option for option in options if rest.startswith(option)), None)
+        if found is None:
+            return None if any(option.startswith(rest) for option in options) else False
+        text = rest[len(found) :]
+    return True

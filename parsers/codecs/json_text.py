@@ -126,7 +126,7 @@ class JsonReader(Single):
         yield from source.space()
         if (yield from source.peek()) == "{":
             yield from self._values.value(source, call, call.arguments)
-        elif (yield from source.follows(self._behind)):
+        elif (yield from source.follows((self._behind,))):
             call.arguments("{}")
         else:
             held: list[str] = []
@@ -195,7 +195,7 @@ class JsonCallReader:
                 if not nested:
                     seen.close()
                 return
-            elif seen.arguments == "" and (yield from source.follows(self._behind)):
+            elif seen.arguments == "" and (yield from source.follows((self._behind,))):
                 call.tolerate("missing_brace")
                 return
             else:

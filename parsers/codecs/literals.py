@@ -153,7 +153,7 @@ class LiteralValues:
 
     def _value_follows(self, source: Source) -> Step[bool]:
         """Whether a colon ended the key: a value begins behind it, or no other colon comes before the value ends."""
-        if (yield from source.follows(self._value_starts)):
+        if (yield from source.follows((self._value_starts,))):
             return True
         while not (match := re.search("[:,}\\]\ud800-\udfff]", source.buffer)):
             if source.ended:
@@ -253,7 +253,7 @@ class LiteralsReader(Single):
             if opener == "(":
                 call.tolerate("parentheses")
             yield from self._values.members(source, call, _CLOSERS[opener], ":" if opener == "{" else "=")
-        elif (yield from source.follows(self._behind)):
+        elif (yield from source.follows((self._behind,))):
             call.arguments("{}")
         else:
             raise Malformed

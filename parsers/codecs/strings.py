@@ -71,7 +71,7 @@ class QuotedString:
             if stop in self._ends:
                 raise Interrupted(stop)
             if stop == self._quote:
-                if not self._closes_before or (yield from source.follows(self._closes_before)):
+                if not self._closes_before or (yield from source.follows((self._closes_before,))):
                     return
                 put(stop)
                 continue

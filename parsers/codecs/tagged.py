@@ -13,12 +13,11 @@ from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Single
 from parsers.codecs.json_text import JsonReader
 from parsers.codecs.parameters import Parameters, Value
 from parsers.format import Tagged
-from parsers.source import Cut, Source, Step, Stops, certain
+from parsers.source import SPACE_LIMIT, Cut, Path, Source, Step, Stops, certain, compared
 
 _TAG_EDGE = re.compile(r"\s+|(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")
 _CLOSE_VARIANTS = ("/>", "1>", " >")
 """What models write in place of a closer's last bracket."""
-_SPACE_LIMIT = 64
 _STRING_REST = re.compile(r'(?:[^"\\\n\ud800-\udfff]|\\[^\n\ud800-\udfff])*')
 _STRING_LIMIT = 1 << 16
 _LATER_LIMIT = 4096
@@ -170,20 +169,20 @@ class TaggedReader(Single):
         # A call that came without its opener may go on without its closer.
         behind_tail = () if call.guarded else (after,)
         if stop in self._closes:
-            behind: tuple[tuple[tuple[str, ...], ...], ...] = ()
+            behind: tuple[Path, ...] = ()
             if self._tail:
                 behind = (((self._tail,), *behind_tail), ((self._tail,), self._heads(call)))
-            return (yield from _ahead(source, ((self._stem,),), (after,), *behind)) or (
+            return (yield from source.follows(((self._stem,),), (after,), *behind)) or (
                 yield from self._never_ends_later(source, call, value)
             )
         if stop == self._stem:
             return at_line and (yield from self._declared_key(source, call))
         if stop == self._tail:
-            return at_line and (yield from _ahead(source, behind_tail))
+            return at_line and (yield from source.follows(behind_tail))
         if stop in self._fence_opens:
             return value.line_start and (call.guarded or stop not in self._spelled)
         doubted = stop in self._spelled and not call.guarded
-        return (yield from source.follows(self._opens_or_ends if doubted else after))
+        return (yield from source.follows((self._opens_or_ends if doubted else after,)))
 
     def _heads(self, call: Call) -> tuple[str, ...]:
         """How calls of the tools begin, behind their opener."""
@@ -192,7 +191,7 @@ class TaggedReader(Single):
     def _never_ends_later(self, source: Source, call: Call, value: Value) -> Step[bool]:
         """Behind a closer: do the tail and text follow, and no better end of the value before the next call or the end
         of all, so that only the call's own closer was forgotten? Consumes nothing."""
-        if self._tail and not _compare(source.buffer, ((self._tail,),)):
+        if self._tail and not compared(source.buffer, ((self._tail,),)):
             return False
         at, by_line = max(0, value.doubted - source.position), False
         while True:
@@ -228,20 +227,20 @@ class TaggedReader(Single):
         if self._tail or certain(stop):
             return True
         if stop not in self._fence_opens:
-            found = _compare(behind, (self._after,))
+            found = compared(behind, (self._after,))
             if found is None and source.ended and not source.natural:
                 raise Cut
             return True if found is None and source.ended else found
         if source.buffer[: match.start()].rstrip(" ")[-1:] not in ("", "\n"):
             return False
-        verdicts = [_compare(behind, (self._heads(call),)), _compare(behind, (tuple(self._fence_opens),))]
+        verdicts = [compared(behind, (self._heads(call),)), compared(behind, (tuple(self._fence_opens),))]
         return True if True in verdicts else None if None in verdicts and not source.ended else False
 
     def _better(self, source: Source, at: int) -> bool | None:
         """Whether a value properly ends at the closer in front of ``at``; None while more text may decide."""
-        text = source.buffer[at : at + 4 * _SPACE_LIMIT]
+        text = source.buffer[at : at + 4 * SPACE_LIMIT]
         paths = (((self._stem,),), (self._after,), ((self._tail,), self._after))
-        verdicts = [_compare(text, path) for path in paths]
+        verdicts = [compared(text, path) for path in paths]
         if True in verdicts or None not in verdicts:
             return True in verdicts
         if source.ended and not source.natural:
@@ -271,54 +270,17 @@ def _string_goes_on(source: Source, value: Value) -> Step[bool]:
     while source.position >= until:
         match = _STRING_REST.match(source.buffer, at)
         at = match.end() if match else at
-        mark, behind = source.buffer[at : at + 1], source.buffer[at + 1 : at + _SPACE_LIMIT].lstrip(" \t\r\n")
+        mark, behind = source.buffer[at : at + 1], source.buffer[at + 1 : at + SPACE_LIMIT].lstrip(" \t\r\n")
         undecided = (mark in ("", '"') and not behind) or source.buffer[at:] == "\\"
         if source.ended and undecided and not source.natural:
             raise Cut
-        if not undecided or source.ended or at > _STRING_LIMIT or len(source.buffer) > at + _SPACE_LIMIT:
+        if not undecided or source.ended or at > _STRING_LIMIT or len(source.buffer) > at + SPACE_LIMIT:
             goes_on = mark == '"' and behind[:1] in (*",:}]",) and at <= _STRING_LIMIT
             until = source.position + min(at, _STRING_LIMIT) + 1
             value.string = until, goes_on
         else:
             yield
     return goes_on
-
-
-def _ahead(source: Source, *paths: tuple[tuple[str, ...], ...]) -> Step[bool]:
-    """Does what one of ``paths`` describes come next: one text of each of its sets, with white space before each?
-
-    A natural end of the input counts as what was to follow. Consumes nothing; raises Cut at an end that leaves it open.
-    """
-    while True:
-        verdicts = [_compare(source.buffer, path) for path in paths]
-        if True in verdicts:
-            return True
-        if None not in verdicts:
-            return False
-        if source.ended:
-            if not source.natural:
-                raise Cut
-            return any(verdict is None and not source.buffer.strip() for verdict in verdicts) or _at_end(source, paths)
-        yield
-
-
-def _at_end(source: Source, paths: tuple[tuple[tuple[str, ...], ...], ...]) -> bool:
-    """The input ended behind a first text, where the second was to follow."""
-    rest = source.buffer.strip()
-    return any(len(path) > 1 and rest in path[0] for path in paths)
-
-
-def _compare(text: str, path: tuple[tuple[str, ...], ...]) -> bool | None:
-    """None while more text may decide."""
-    for options in path:
-        rest = text.lstrip(" \t\r\n")
-        if len(text) - len(rest) > _SPACE_LIMIT:
-            return False
-        found = next((option for option in options if rest.startswith(option)), None)
-        if found is None:
-            return None if any(option.startswith(rest) for option in options) else False
-        text = rest[len(found) :]
-    return True
 
 
 def _opener(codec: Tagged, first: str, quote: str, outer: tuple[str, ...]) -> _Opener:

@@ -392,6 +392,8 @@ def test_the_work_grows_with_the_text(name: str, monkeypatch: pytest.MonkeyPatch
         ({"const": True}, {"boolean"}),
         ({"oneOf": [{"type": "string"}, {"$ref": "#/$defs/n"}]}, {"string", "integer"}),
         ({"allOf": [{"$ref": "#/definitions/d~1e"}]}, {"array"}),
+        ({"$ref": "#/$defs/u%20v/anyOf/1"}, {"null"}),
+        ({"$ref": "#/$defs/u v/anyOf/" + "9" * 5000}, set()),
         ({"$ref": "#/$defs/loop"}, set()),
         ({"properties": {}}, {"object"}),
         ({"items": {}}, {"array"}),
@@ -401,7 +403,8 @@ def test_the_work_grows_with_the_text(name: str, monkeypatch: pytest.MonkeyPatch
 def test_types_are_found_wherever_a_schema_says_them(schema: object, types: set[str]) -> None:
     root = {
         "properties": {"p": schema},
-        "$defs": {"n": {"type": "integer"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}},
+        "$defs": {"n": {"type": "integer"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}
+        | {"u v": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
         "definitions": {"d/e": {"type": "array"}},
     }
     assert property_types(root, "p") == types

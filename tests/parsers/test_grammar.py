@@ -310,6 +310,7 @@ CHAIN = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for 
     [
         DEEP,
         {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/required/" + "9" * 5000}}, "required": ["a"]},
         {"type": "objekt"},
         {"type": "object", "properties": {"a": {"type": "objekt"}}},
         {"type": "object", "properties": 3},

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from parsers import source
 from parsers.codecs import tagged
 from parsers.conversation import ToolCall
 from parsers.format import Tagged
@@ -77,7 +78,7 @@ def test_what_is_searched_for_the_end_of_a_value_grows_with_its_length(
 ) -> None:
     """Work is counted: characters of strings searched, and texts compared with what may follow."""
     work = Counter[str]()
-    rest, compare = tagged._STRING_REST, tagged._compare
+    rest, compare = tagged._STRING_REST, source.compared
 
     class Counted:
         def match(self, text: str, at: int = 0) -> re.Match[str] | None:
@@ -85,12 +86,13 @@ def test_what_is_searched_for_the_end_of_a_value_grows_with_its_length(
             work["searched"] += found.end() - at if found else 0
             return found
 
-    def counted(text: str, path: tuple[tuple[str, ...], ...]) -> bool | None:
+    def counted(text: str, path: source.Path) -> bool | None:
         work["compared"] += 1
         return compare(text, path)
 
     monkeypatch.setattr(tagged, "_STRING_REST", Counted())
-    monkeypatch.setattr(tagged, "_compare", counted)
+    for module in (tagged, source):
+        monkeypatch.setattr(module, "compared", counted)
     found = machine(name)
     call = found.tokenizer.decode(found.output([ToolCall("call00001", "f", arguments)]))
     codec, around = found.format.call.codec, found.format.call
