@@ -142,7 +142,7 @@ class Planner:
         between = "\n\n" if text.strip() else ""
         return marked + between + tools_text(self._format.tools_text, self._described(tools))
 
-    def _assistant(self, item: Item, calls: Sequence[ToolCall], native: Sequence[str], continues: bool) -> Message:
+    def _assistant(self, item: Item, calls: Sequence[_Made], continues: bool) -> Message:
         sampled = item.sampled
         thought = sampled is not None and sampled.thinking_end > 0
         text = "".join(block.text for block in item.blocks if isinstance(block, Text))
@@ -161,10 +161,10 @@ class Planner:
             message["tool_calls"] = [
                 {
                     "type": "function",
-                    "id": self._guard.text(identity),
-                    "function": {"name": self._guard.text(call.name), "arguments": self._arguments(call)},
+                    "id": self._guard.text(one.identity),
+                    "function": {"name": self._guard.text(one.call.name), "arguments": self._arguments(one.call)},
                 }
-                for call, identity in zip(calls, native, strict=True)
+                for one in calls
             ]
         return message
 
@@ -182,7 +182,7 @@ class Planner:
             return self._guard.text(arguments_text(call))
         return self._known.of(call, lambda: self._guard.value(arguments_mapping(call)))
 
-    def _output(self, call: ToolCall, identity: str, texts: Sequence[str]) -> Message:
+    def _output(self, identity: str, texts: Sequence[str]) -> Message:
         content, result = self._marked("\n".join(texts), OUTPUT), self._format.result
         if self._traits.calls == "content" and not self._traits.declares_tools:
             content = f"{result.open}{result.inner}{content}{result.inner}{result.close}"
@@ -212,8 +212,8 @@ class _Planning:
         self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
         self._first = ""  # system text that waits for the first user turn
         self._in_loop = False  # the last answer made calls
-        self._answered = 0  # items up to the last answer
-        if not self._traits.declares_tools and conversation.tools and not _begins_with_system(conversation):
+        told = [turn.role for turn in conversation.turns[:1]] == ["system"]
+        if not self._traits.declares_tools and conversation.tools and not told:
             self._system(-1, planner._system("", conversation.tools))
         # An answer that says nothing is none: to some templates it is the end of a turn before it.
         turns = [one for one in enumerate(conversation.turns) if not _is_answer(one) or _has_content(one[1])]
@@ -269,7 +269,8 @@ class _Planning:
 
     def _assistant(self, index: int, turn: Turn) -> None:
         calls = [block for block in turn.blocks if isinstance(block, ToolCall)]
-        if not self._traits.answers_in_a_row and not any(i.kind != "system" for i in self.plan.items[self._answered :]):
+        before = next((item.kind for item in reversed(self.plan.items) if item.kind != "system"), "assistant")
+        if not self._traits.answers_in_a_row and before == "assistant":
             self._user(-1, "")
         self._in_loop = bool(calls)
         made = []
@@ -288,15 +289,12 @@ class _Planning:
         if not self._traits.one_call or len(calls) < 2 or sampled:
             # Where its tokens are known, the template only needs something to put them in place of.
             shown = made[:1] if self._traits.one_call else made
-            message = self._planner._assistant(item, [m.call for m in shown], [m.identity for m in shown], continues)
-            self.plan.add(item, message)
-            self._answered = len(self.plan.items)
+            self.plan.add(item, self._planner._assistant(item, shown, continues))
             return
         for number, one in enumerate(made):
             said = tuple(b for b in blocks if not isinstance(b, ToolCall)) if number == 0 else ()
             item = Item("assistant", index, (*said, replace(one.call, id=one.identity)), one.number)
-            self.plan.add(item, self._planner._assistant(item, [one.call], [one.identity], continues=False))
-            self._answered = len(self.plan.items)
+            self.plan.add(item, self._planner._assistant(item, [one], continues=False))
             for later, output, texts in self._answers(index, one.call.id):
                 self._early.add((later, one.call.id))
                 self._add_output(later, output.call_id, texts)
@@ -323,12 +321,7 @@ class _Planning:
                 self._add_output(index, output.call_id, texts)
 
     def _add_output(self, index: int, call_id: str, texts: Sequence[str]) -> None:
-        made = self._made[call_id]
-        self.plan.add(Item("tool_output", index), self._planner._output(made.call, made.identity, texts))
-
-
-def _begins_with_system(conversation: Conversation) -> bool:
-    return bool(conversation.turns) and conversation.turns[0].role == "system"
+        self.plan.add(Item("tool_output", index), self._planner._output(self._made[call_id].identity, texts))
 
 
 def _is_answer(numbered: tuple[int, Turn]) -> bool:
