@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -100,7 +101,9 @@ class Parsed:
         return found
 
 
-ANY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=24)
+ANY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=24).map(
+    lambda text: unicodedata.normalize("NFC", text)  # as some tokenizers write it
+)
 TRICKY = st.lists(
     st.one_of(
         st.sampled_from(
