@@ -54,7 +54,9 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "arch", ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in ("qwen3_moe", "qwen2_moe"))]
+)
 def test_logits_equal_the_twins(runners: Callable[[str], tuple[Runner, Runner]], arch: str) -> None:
     device, twin = runners(arch)
 
