@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
-from server.answers import Options
 from server.logprobs import LogprobFormat
-from server.protocols.base import MOST_CHOICES, Inbound, Items, StopStrings, Wire, WireProtocol, invalid, no_media
+from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
 from server.protocols.chat_events import ChatWriter
 from server.protocols.chat_legacy import LegacyWriter
 from server.protocols.demands import AnswerFormat, ChosenTool, Grammar, Named, ToolChoice, custom_tool, demand
+from server.protocols.sampled import SampledRequest
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {
@@ -26,8 +26,6 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-_MAX_BIASES = 1024
-_TOKEN_ID = re.compile("[0-9]{1,10}", re.ASCII)
 _NOT_YET = ("audio", "modalities", "prediction", "web_search_options")
 
 
@@ -36,20 +34,6 @@ def _parts(value: object) -> object:
     if value is None:
         return []
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def strings(value: object) -> object:
-    """A string is short for a list of one."""
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
-
-
-def few(value: object) -> object:
-    """Counted before it is looked at: of a mapping, every wrong entry would be reported."""
-    if isinstance(value, dict) and len(value) > _MAX_BIASES:
-        raise ValueError(f"at most {_MAX_BIASES} tokens may have a bias")
-    return value
 
 
 class _TextPart(Wire):
@@ -156,10 +140,6 @@ class _CustomTool(Wire):
         return custom_tool(custom.name, custom.description, grammar)
 
 
-class StreamOptions(Wire):
-    include_usage: bool = False
-
-
 class _JsonSchema(Wire):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -182,7 +162,7 @@ class _TemplateSwitches(Wire):
     thinking: bool | None = None
 
 
-class ChatRequest(Wire):
+class ChatRequest(SampledRequest):
     model: str = Field(min_length=1)
     messages: Items[_Message]
     tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
@@ -190,28 +170,12 @@ class ChatRequest(Wire):
     parallel_tool_calls: bool | None = None
     functions: Annotated[Items[_FunctionTool], Field(min_length=1)] | None = None
     function_call: Literal["auto", "none"] | Named | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    stop: Annotated[StopStrings, BeforeValidator(strings)] = Field(default_factory=list)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    seed: int | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(few)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: _ResponseFormat | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: _TemplateSwitches | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
 
 
 def reader(logprobs: LogprobFormat) -> WireProtocol:
@@ -232,12 +196,13 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
     writer = ChatWriter(
         request.model,
         n=request.n or 1,
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        include_usage=request.include_usage,
         logprobs=logprobs if request.logprobs else None,
     )
     return Inbound(
         Conversation(_turns(request.messages), tools),
-        Options(
+        replace(
+            request.sampling(),
             max_tokens=max_tokens,
             thinking=_thinks(request),
             effort=request.reasoning_effort,
@@ -248,23 +213,12 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
                 {tool.name for tool in tools},
                 "response_format",
             ),
-            stop=tuple(request.stop),
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
-            seed=request.seed,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            logit_bias=biases(request.logit_bias or {}),
-            n=request.n or 1,
         ),
         RequestMeta(
             protocol="chat",
             headers=headers,
-            session_hint=request.prompt_cache_key or request.session_id or "",
+            session_hint=request.session_hint,
             namespace=namespace,
             model=request.model,
             max_tokens=max_tokens or 0,
@@ -296,16 +250,6 @@ def _refuse(request: ChatRequest, body: object) -> None:
     for name in _NOT_YET:
         if isinstance(body, dict) and body.get(name) not in (None, [], ["text"]):
             raise invalid(f"{name} is not supported", name)
-
-
-def biases(asked: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Raises ApiError."""
-    out = []
-    for token, bias in asked.items():
-        if not _TOKEN_ID.fullmatch(token) or not -100 <= bias <= 100:
-            raise invalid("logit_bias maps token ids to numbers between -100 and 100", "logit_bias")
-        out.append((int(token), bias))
-    return tuple(out)
 
 
 def _turns(messages: list[_Message]) -> tuple[Turn, ...]:

@@ -8,15 +8,16 @@ where the model's tokenizer puts one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from parsers.conversation import Conversation
-from server.answers import Options, Raw
-from server.protocols.base import MOST_CHOICES, Inbound, StopStrings, Wire, WireProtocol, invalid
-from server.protocols.chat import StreamOptions, biases, few, strings
+from server.answers import Raw
+from server.protocols.base import MOST_CHOICES, Inbound, WireProtocol, invalid
 from server.protocols.completions_events import CompletionsWriter, TokenBytes
+from server.protocols.sampled import SampledRequest
 from sessions.tracker import RequestMeta
 
 _DEFAULT_TOKENS = 16
@@ -55,29 +56,13 @@ _PROMPT_SCHEMA: dict[str, Any] = {
 }
 
 
-class CompletionsRequest(Wire):
+class CompletionsRequest(SampledRequest):
     model: str = Field(min_length=1)
     prompt: Annotated[Prompts, PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: Annotated[StopStrings, BeforeValidator(strings)] = Field(default_factory=list)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    seed: int | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(few)] | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
 
 
 def reader(token_bytes: TokenBytes) -> WireProtocol:
@@ -94,26 +79,16 @@ def _read(request: CompletionsRequest, headers: Mapping[str, str], namespace: st
     n, max_tokens = request.n or 1, request.max_tokens or _DEFAULT_TOKENS
     return Inbound(
         Conversation(()),
-        Options(
+        replace(
+            request.sampling(),
             max_tokens=max_tokens,
             thinking=False,
-            stop=tuple(request.stop),
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
-            seed=request.seed,
             logprobs=request.logprobs,
-            logit_bias=biases(request.logit_bias or {}),
-            n=n,
         ),
         RequestMeta(
             protocol="completions",
             headers=headers,
-            session_hint=request.prompt_cache_key or request.session_id or "",
+            session_hint=request.session_hint,
             namespace=namespace,
             model=request.model,
             max_tokens=max_tokens,
@@ -124,7 +99,7 @@ def _read(request: CompletionsRequest, headers: Mapping[str, str], namespace: st
             request.prompt,
             n=n,
             echo=bool(request.echo),
-            include_usage=request.stream_options is not None and request.stream_options.include_usage,
+            include_usage=request.include_usage,
             logprobs=request.logprobs is not None,
             token_bytes=token_bytes,
         ),

@@ -5,70 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
-from parsers.encoders.registry import ENCODERS
-from parsers.families.registry import FORMATS
+from parsers.conversation import Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.guard import visible
-from parsers.load import Family, Prompt, RenderError, choose
-from parsers.template import ChatTemplate
+from parsers.load import RenderError
 from parsers.write import assistant_text
-from tests.parsers.parser_support import TEMPLATES, parse
-from tests.parsers.wire_support import machine
-
-OURS = Path(__file__).parent / "templates"
-WRITTEN = (*sorted(path.stem for path in OURS.glob("*.jinja")), "hermes", "qwen3_xml")
-NAMES = (*WRITTEN, *ENCODERS)
-SPOILED = ("rewritten", "rewritten_bare")
-every = pytest.mark.parametrize("name", NAMES)
-
-TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}})
-OTHER = Tool("wait", "Waits.", {"type": "object", "properties": {}})
-CALL = ToolCall("call_1", "look", '{"at": "the sky", "n": 3}')
-FIRST = Conversation((Turn("system", (Text("Be good."),)), Turn("user", (Text("Question one."),))), (TOOL, OTHER))
-TURN = Turn("assistant", (Thinking("Hm hm."), Text("I look."), CALL))
-
-
-@cache
-def family(name: str) -> Family:
-    tokenizer = machine(name).tokenizer
-    if name in ENCODERS:
-        return choose(tokenizer, [(one, ENCODERS[name]) for one in FORMATS if one.encoder == name])
-    path = next(p for p in (OURS / f"{name}.jinja", TEMPLATES / f"{name}.jinja") if p.is_file())
-    template = ChatTemplate(path.read_text(encoding="utf-8"), {}, datetime(2001, 2, 3))
-    return choose(tokenizer, [(one, template) for one in FORMATS])
-
-
-def with_turns(*turns: Turn) -> Conversation:
-    return replace(FIRST, turns=FIRST.turns + turns)
-
-
-def output(call_id: str, text: str) -> Turn:
-    return Turn("tool", (ToolOutput(call_id, text),))
-
-
-def user(text: str) -> Turn:
-    return Turn("user", (Text(text),))
-
-
-def shown(one: Family, prompt: Prompt, kind: str, turn: int | None = None) -> list[str]:
-    spans = [span for span in prompt.spans if span.kind == kind and turn in (None, span.turn)]
-    return [one.tokenizer.decode(prompt.ids[span.start : span.end]) for span in spans]
-
-
-def answered(one: Family, prompt: Prompt, blocks: tuple[Block, ...]) -> Turn:
-    """The turn as a perfect model samples it."""
-    ids = one.encode_output(prompt, blocks)
-    ends = [b for b in parse(one, ids, (TOOL, OTHER), thinking_open=prompt.thinking_open).boundaries]
-    found = [boundary for boundary in ends if boundary.kind == "thinking_end"]
-    end = found[0].token + (not found[0].exact) if found else 0
-    return Turn("assistant", blocks, Sampled(ids, end, found[0].rest if found else "", prompt.opener))
+from tests.parsers.parser_support import parse
+from tests.parsers.template_support import (
+    CALL,
+    FIRST,
+    OTHER,
+    SPOILED,
+    TOOL,
+    TURN,
+    answered,
+    every,
+    family,
+    output,
+    shown,
+    user,
+    with_turns,
+)
 
 
 @every
@@ -439,110 +399,3 @@ def test_tools_stay_where_the_first_query_had_them(name: str) -> None:
     later = one.render(with_turns(Turn("assistant", (Text("Yes."),)), user("And?")))
     assert later.ids[: len(first.ids)] == first.ids
     assert one.tokenizer.decode(later.ids).count("Looks.") == 1
-
-
-@every
-def test_empty_answers_do_no_harm(name: str) -> None:
-    """One that the client made up is nothing; one that was sampled stays, whatever the template makes of it."""
-    one = family(name)
-    prompt = one.render(FIRST, thinking=False)
-    for blocks in ((), (Text(""),), (Text(" \n"),)):
-        told = one.render(with_turns(Turn("assistant", blocks), user("More.")), thinking=False)
-        assert "More." in shown(one, told, "user")[-1]
-    sampled = one.stop_tokens[:1]
-    turn = Turn("assistant", (), Sampled(sampled, opener=prompt.opener))
-    grown = one.render(with_turns(turn, user("More.")), thinking=False)
-    assert grown.ids[: len(prompt.ids)] == prompt.ids and "More." in shown(one, grown, "user")[-1]
-
-
-@every
-def test_calls_may_stay_without_outputs(name: str) -> None:
-    text = family(name).tokenizer.decode(family(name).render(with_turns(TURN, user("Stop that."))).ids)
-    assert text.index("the sky") < text.index("Stop that.")
-
-
-@every
-def test_system_text_may_come_last(name: str) -> None:
-    one = family(name)
-    for turns in ((), (TURN, output("call_1", "Blue."))):
-        prompt = one.render(with_turns(*turns, Turn("system", (Text("Be quick."),))))
-        assert "Be quick." in shown(one, prompt, "system")[-1]
-
-
-ANSWERS = tuple(Turn("assistant", (Text(text),)) for text in ("One.", "Two."))
-
-
-@every
-@pytest.mark.parametrize("place", ["behind a query", "behind an answer to outputs", "first", "with calls", "apart"])
-def test_answers_may_come_first_and_follow_each_other(name: str, place: str) -> None:
-    """As after an interruption, or where a client says hello in the model's name."""
-    one = family(name)
-    told = output("call_1", "Blue.")
-    system, query = FIRST.turns
-    turns, texts = {
-        "behind a query": ((system, query, *ANSWERS, user("More.")), ("Question one.", "One.", "Two.", "More.")),
-        "behind an answer to outputs": ((*FIRST.turns, TURN, told, *ANSWERS, user("More.")), ("Blue.", "One.", "Two.")),
-        "first": ((system, ANSWERS[0], query), ("One.", "Question one.")),
-        "with calls": ((system, query, ANSWERS[0], TURN, told), ("One.", "I look.", "Blue.")),
-        "apart": (
-            (system, query, ANSWERS[0], system, ANSWERS[1], user("More.")),
-            ("One.", "Be good.", "Two.", "More."),
-        ),
-    }[place]
-    prompt = one.render(replace(FIRST, turns=turns))
-    text = one.tokenizer.decode(prompt.ids)
-    at = 0
-    for wanted in texts:
-        at = text.find(wanted, at) if one._renderer.traits.system != "in_user" or wanted != "Be good." else at
-        assert at >= 0, (wanted, text)
-    assert prompt.spans[-1].kind == "generation_prompt" and not prompt.continues
-    assert [s.turn for s in prompt.spans if s.kind == "user" and s.turn >= 0] == [
-        number for number, turn in enumerate(turns) if turn.role == "user"
-    ]
-
-
-@every
-def test_a_begun_answer_goes_on(name: str) -> None:
-    """The last turn is the model's own, and has no end: what it says next are the words behind it."""
-    one = family(name)
-    for turns in ((), (TURN, output("call_1", "Blue."))):
-        for begun in ((Text("The sky is "),), (Thinking("Hm hm."), Text("The sky is"))):
-            prompt = one.render(with_turns(*turns, Turn("assistant", begun)))
-            text = one.tokenizer.decode(prompt.ids)
-            if one.format.frames:  # a message begins with its header
-                assert not prompt.continues and "The sky is" in text
-                continue
-            assert prompt.continues and text.endswith("The sky is") and not prompt.thinking_open
-            rest = one.encode_output(prompt, (Text(" blue."),))
-            parsed = parse(one, rest, (TOOL, OTHER))
-            assert (parsed.text, parsed.thinking, parsed.calls) == (" blue.", "", [])
-            assert one.tokenizer.decode(rest).startswith(" blue.")
-            before = one.render(with_turns(*turns))
-            start = next(s.start for s in before.spans if s.kind == "generation_prompt")
-            assert turns or prompt.ids[:start] == before.ids[:start] == prompt.ids[: prompt.spans[-1].start]
-
-
-@every
-def test_calls_that_wait_for_their_outputs_are_no_begun_answer(name: str) -> None:
-    """Most templates write the calls last, whatever stands behind them."""
-    prompt = family(name).render(with_turns(Turn("assistant", (*TURN.blocks, Text("So.")))))
-    text = family(name).tokenizer.decode(prompt.ids)
-    assert not prompt.continues and "So." in text and text.count("look") > 1
-
-
-@every
-def test_an_answer_that_says_nothing_is_none(name: str) -> None:
-    begun, nothing = Turn("assistant", (Text("The sky is"),)), Turn("assistant", (Text(" \n"),))
-    for turns in ((begun,), (begun, user("More.")), (TURN, output("call_1", "Blue."))):
-        silent = [turn for one in turns for turn in (one, nothing)]
-        one, other = family(name).render(with_turns(*turns)), family(name).render(with_turns(*silent))
-        assert (one.ids, one.continues) == (other.ids, other.continues)
-
-
-@every
-def test_every_conversation_has_a_prompt_or_a_reason(name: str) -> None:
-    for turns in ((), (Turn("assistant", (Thinking("Hm."),)),), (user("Q"), Turn("assistant", (Thinking("Hm."),)))):
-        try:
-            assert family(name).render(Conversation(turns)).spans[-1].kind == "generation_prompt"
-        except RenderError as error:
-            assert "refuses this conversation" in str(error) or "cannot go on with the last turn" in str(error)

@@ -21,7 +21,7 @@ from parsers.memory import Memory
 from parsers.render import Renderer
 from parsers.template import ChatTemplate, TemplateRefusal
 from parsers.tokens import Tokenizer
-from tests.parsers.test_parsers_templates import NAMES, OTHER, TOOL, answered, family, output, user
+from tests.parsers.template_support import NAMES, OTHER, TOOL, answered, family, output, user
 
 every = pytest.mark.parametrize("name", NAMES)
 TEXTS = st.sampled_from(["a", " b\n", "", "<think>x</think> y", "a </s><|im_end|>", "größer 漢"])
