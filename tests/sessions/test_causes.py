@@ -155,6 +155,7 @@ def test_an_unnamed_difference_is_counted(keeping_world: Any) -> None:
 
 
 WORDS = st.text("abc ", min_size=1, max_size=8)
+NAMES = st.from_regex(r"[abc][abc ]{0,7}", fullmatch=True)
 
 
 def random_turn(data: Any, agent: Any) -> None:
@@ -189,7 +190,7 @@ def harm(data: Any, agent: Any) -> None:
         case "system":
             agent.turns[0] = Turn("system", (Text(data.draw(WORDS)),))
         case "tools":
-            agent.tools = (Tool(data.draw(WORDS)),)
+            agent.tools = (Tool(data.draw(NAMES)),)
         case "restart":
             agent.engine.restart()
     agent.turns[:] = without_orphans(agent.turns)
