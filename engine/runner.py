@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.layers.ops import CPU, Batch, Ops
 from engine.memory.restore import ALL
-from engine.models.model import Cache, Model, Wait, all_there
+from engine.models.model import Cache, Manifest, Model, Wait, all_there
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,27 @@ class Rows:
 
 
 class Runner:
-    """``pages`` and ``slots`` are how many of each are allocated; memory is touched as it is first used.
+    """``pages`` and ``slots`` are how many of each are allocated, unless a ``cache`` is given; memory is touched as it
+    is first used.
 
     ``device`` is where they are, and the model's weights."""
 
     def __init__(
-        self, model: Model, ops: Ops, dtype: torch.dtype, *, pages: int, slots: int, device: torch.device = CPU
+        self,
+        model: Model,
+        ops: Ops,
+        dtype: torch.dtype,
+        *,
+        pages: int = 0,
+        slots: int = 0,
+        cache: Cache | None = None,
+        device: torch.device = CPU,
     ) -> None:
         manifest = model.manifest
-        shape = (pages, PAGE, manifest.kv_heads, manifest.head_dim)
         self.model = model
         self.dtype = dtype
         self.device = device
-        self.cache = Cache(
-            keys=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
-            values=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
-            states=tuple(torch.empty(slots, *each, device=device) for each in manifest.recurrent),
-        )
+        self.cache = cache or make_cache(manifest, dtype, pages, slots, device)
         for state in self.cache.states:
             state[0] = 0
         self._ops = ops
@@ -95,6 +99,16 @@ class Runner:
         """A recurrent state in place, tensor by tensor."""
         sizes = zip(self._states, self._state_size, strict=True)
         return [every[slot * size : (slot + 1) * size] for every, size in sizes]
+
+
+def make_cache(manifest: Manifest, dtype: torch.dtype, pages: int, slots: int, device: torch.device) -> Cache:
+    """Pages and state slots of their own, with nothing in them."""
+    shape = (pages, PAGE, manifest.kv_heads, manifest.head_dim)
+    return Cache(
+        keys=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
+        values=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(manifest.attention_layers)),
+        states=tuple(torch.empty(slots, *each, device=device) for each in manifest.recurrent),
+    )
 
 
 def _finite(tensor: Tensor) -> bool:
