@@ -3,19 +3,22 @@
 Order: penalties, bias, grammar, temperature, top-k, top-p, min-p, then one uniform number keyed by (seed, position).
 Ties go to the lower token id. Whatever numbers a request brings, scores are numbers and at least one token can be
 drawn; what a grammar rules out never is.
+
+A device hands over the best of a row alone. Where the others could change what is drawn, the whole row is fetched; else
+the token is the same one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import Sampling, TokenLogprob
-from engine.grammar import GrammarError, Guide
+from engine.grammar import GrammarError, Guide, Mask
 
 Logits = NDArray[np.float32]
 Floats = NDArray[np.float64]
@@ -25,6 +28,28 @@ _FEW = 1024
 _LARGE = 1e30
 _SMALL = 1e-30
 """No effect grows beyond these, and no float64 can overflow within them."""
+
+
+_HOTTEST = 1e3
+"""Above this temperature, scores that differ may be equally probable; all rows are then looked at whole."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """A row of logits whose best are here and whose others are not. ``ids`` int64 [n] and ``scores`` float64 [n];
+    no other token scores above ``floor``. ``highest`` of the row, NaN if any score is; ``mass``: the sum over the whole
+    row of exp((score - highest) / temperature). ``whole`` fetches all logits, while no other step was begun."""
+
+    ids: NDArray[np.int64]
+    scores: Floats
+    floor: float
+    highest: float
+    mass: float
+    temperature: float
+    whole: Callable[[], Logits]
+
+
+Row = Logits | Best
 
 
 class ScoresError(Exception):
@@ -44,9 +69,13 @@ def _splitmix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def check_scores(logits: Logits, position: int) -> None:
+def whole(row: Row) -> Logits:
+    return row.whole() if isinstance(row, Best) else row
+
+
+def check_scores(row: Row, position: int) -> None:
     """Raises ScoresError if the model's scores, and so its state, are no numbers."""
-    if not np.isfinite(logits.max()):
+    if not np.isfinite(row.highest if isinstance(row, Best) else row.max()):
         raise ScoresError(f"the scores at position {position} are not finite")
 
 
@@ -59,13 +88,13 @@ class _Seen:
         self._count = len(self._ids)
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        return self._ids[: self._count]
-
-    @property
-    def times(self) -> Floats:
-        return self._times[: self._count]
+    def among(self, ids: NDArray[np.int64] | None) -> tuple[NDArray[np.int64], Floats]:
+        """Where in ``ids`` (None: all ids, in order) those that were seen are, and how often they were."""
+        if ids is None:
+            return self._ids[: self._count], self._times[: self._count]
+        places = np.array([self._places.get(token, -1) for token in ids.tolist()], np.int64)
+        there = np.flatnonzero(places >= 0)
+        return there, self._times[places[there]]
 
     def add(self, token: int) -> None:
         place = self._places.setdefault(token, self._count)
@@ -88,20 +117,35 @@ class Sampler:
         self.sampled = 0
         self._all = _Seen(prompt) if sampling.repetition_penalty != 1.0 else None
         self._sampled = _Seen() if sampling.presence_penalty or sampling.frequency_penalty else None
+        biases = [bias for _, bias in sampling.logit_bias]
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
-        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float64)
+        self._biases = np.array(biases, np.float64)
+        self._adjusts = self._all is not None or self._sampled is not None or bool(biases)
+        lowest = min(sampling.repetition_penalty - 1.0, sampling.presence_penalty, sampling.frequency_penalty)
+        self._raises = lowest < 0.0 or max(biases, default=0.0) > 0.0
+        """Whether a token may score more than the model says."""
 
-    def next(self, logits: Logits, position: int) -> tuple[int, TokenLogprob | None]:
+    @property
+    def temperature(self) -> float:
+        """At which the mass of the best of a row is wanted."""
+        return self._sampling.temperature if self._sampling.temperature > 0.0 and not self._scored else 1.0
+
+    @property
+    def _scored(self) -> bool:
+        return self._sampling.logprobs is not None
+
+    def next(self, row: Row, position: int) -> tuple[int, TokenLogprob | None]:
         """The token at ``position`` (tokens before it), and its log probability under the model if asked for.
 
         Raises ScoresError, and GrammarError where a grammar leads nowhere."""
         sampling = self._sampling
-        check_scores(logits, position)
-        token = self._draw(logits, position) if sampling.forced is None else sampling.forced[self.sampled]
+        check_scores(row, position)
+        token = self._draw(row, position) if sampling.forced is None else sampling.forced[self.sampled]
         self.note(token)
         if sampling.logprobs is None:
             return token, None
-        return token, _logprob(logits, token, sampling.logprobs)
+        known = _logprob_of_best(row, token, sampling.logprobs) if isinstance(row, Best) else None
+        return token, known or _logprob(whole(row), token, sampling.logprobs)
 
     def note(self, token: int) -> None:
         """A token was sampled."""
@@ -112,33 +156,85 @@ class Sampler:
         if self._guide is not None and token not in self._sampling.stop_tokens:
             self._guide.advance(token)
 
-    def _draw(self, logits: Logits, position: int) -> int:
-        sampling = self._sampling
-        scores = self._adjust(logits.astype(np.float64))
+    def _draw(self, row: Row, position: int) -> int:
+        allowed = None
         if self._guide is not None:
             allowed = self._guide.allowed()
             if not allowed.any():
                 raise GrammarError("the grammar is complete, and the request has no stop token")
+        if isinstance(row, Best):
+            token = self._draw_of_best(row, position, allowed)
+            if token is not None:
+                return token
+        scores = self._adjust(whole(row).astype(np.float64))
+        if allowed is not None:
             scores[~allowed] = -np.inf
-        if sampling.temperature <= 0.0:
+        if self._sampling.temperature <= 0.0:
             return int(np.argmax(scores))
-        ids, probabilities = candidates(scores / max(sampling.temperature, _SMALL), sampling)
+        return self._choose(*candidates(scores / self._divisor, self._sampling), position)
+
+    def _draw_of_best(self, best: Best, position: int, allowed: Mask | None) -> int | None:
+        """As ``_draw`` would from the whole row; None where that takes the others."""
+        if self._raises or self._sampling.temperature > _HOTTEST:
+            return None
+        scores = self._adjust(best.scores.copy(), best.ids)
+        sure = scores > best.floor
+        if allowed is not None:
+            sure &= allowed[best.ids]
+        ids, scores = best.ids[sure], scores[sure]
+        if not len(ids):
+            return None
+        order = np.lexsort((ids, -scores))
+        ids, scores = ids[order], scores[order]
+        if self._sampling.temperature <= 0.0:
+            return int(ids[0])
+        scores /= self._divisor
+        sampling = self._within_best(best, scores, alone=allowed is None and not self._adjusts)
+        if sampling is None:
+            return None
+        places, probabilities = candidates(scores, sampling)
+        return self._choose(ids[places], probabilities, position)
+
+    def _within_best(self, best: Best, scores: Floats, *, alone: bool) -> Sampling | None:
+        """The same filters for these scores alone, descending and divided by the temperature; None where they would let
+        others through. ``alone``: all tokens are still as the model scored them."""
+        sampling, covered, all_here = self._sampling, np.exp(scores - scores[0]).sum(), best.floor == -np.inf
+        if sampling.top_k:
+            return sampling if len(scores) >= sampling.top_k or all_here else None
+        if sampling.top_p < 1.0:
+            if not alone or best.temperature != sampling.temperature:
+                return None
+            mass = sampling.top_p * best.mass / float(covered)
+            return replace(sampling, top_p=mass) if mass < 1.0 else None
+        others = math.exp(best.floor / self._divisor - scores[0])
+        return sampling if others < sampling.min_p else None
+
+    @property
+    def _divisor(self) -> float:
+        return max(self._sampling.temperature, _SMALL)
+
+    def _choose(self, ids: NDArray[np.int64], probabilities: Floats, position: int) -> int:
         if self._guide is not None:
             ids, probabilities = ids[probabilities > 0.0], probabilities[probabilities > 0.0]
         cumulative = np.cumsum(probabilities)
-        at = int(np.searchsorted(cumulative, uniform(sampling.seed, position) * cumulative[-1], side="right"))
+        at = int(np.searchsorted(cumulative, uniform(self._sampling.seed, position) * cumulative[-1], side="right"))
         return int(ids[min(at, len(ids) - 1)])
 
-    def _adjust(self, scores: Floats) -> Floats:
+    def _adjust(self, scores: Floats, ids: NDArray[np.int64] | None = None) -> Floats:
+        """In place. ``ids``: of the scores; None: all, in order."""
         sampling = self._sampling
         if self._all is not None:
-            seen = self._all.ids
+            seen, _ = self._all.among(ids)
             old = scores[seen]
             scores[seen] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
         if self._sampled is not None:
-            penalties = sampling.presence_penalty + sampling.frequency_penalty * self._sampled.times
-            scores[self._sampled.ids] -= penalties
-        np.add.at(scores, self._biased, self._biases)
+            seen, times = self._sampled.among(ids)
+            scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
+        if ids is None:
+            np.add.at(scores, self._biased, self._biases)
+        else:
+            for token, bias in zip(self._biased, self._biases, strict=True):
+                scores[ids == token] += bias
         return scores
 
 
@@ -206,3 +302,15 @@ def _logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
         best = best[np.argsort(-scores[best], kind="stable")][:alternatives]
         top = tuple((int(one), float(scores[one])) for one in best)
     return TokenLogprob(token, float(scores[token]), top)
+
+
+def _logprob_of_best(best: Best, token: int, alternatives: int) -> TokenLogprob | None:
+    """None where that takes the whole row."""
+    sure = best.scores > best.floor
+    ids, scores = best.ids[sure], best.scores[sure]
+    at = np.flatnonzero(ids == token)
+    if not len(at) or len(ids) < alternatives or best.temperature != 1.0:
+        return None
+    order = np.lexsort((ids, -scores))[:alternatives]
+    scores = scores - best.highest - math.log(best.mass)
+    return TokenLogprob(token, float(scores[at[0]]), tuple((int(ids[one]), float(scores[one])) for one in order))
