@@ -83,10 +83,12 @@ class Memory:
         self.behind = WriteBehind(mover, store)
         self.history = History(HISTORY)
         self.free_live = list(range(live, ZERO_SLOT, -1))
+        self.leases: set[Lease] = set()
+        """All that are open."""
         self.draining: list[Lease] = []
         """Leases given up while something was still being read into them."""
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._mover = mover
+        self.mover = mover
         self._groups = groups
         self._fingerprint = fingerprint
 
@@ -137,6 +139,7 @@ class Memory:
         if not (side or background):
             self.checkpoints.touch(session)
         lease = Lease(plan.root, session, side, background, self.free_live.pop(), last_resort=last_resort)
+        self.leases.add(lease)
         for node in plan.pages:
             self.pool.hold(node.page)
             self._use(node, lease)
@@ -144,9 +147,9 @@ class Memory:
             lease.nodes.append(node)
         if isinstance(plan.checkpoint, Checkpoint):
             self.checkpoints.use(plan.checkpoint, self.index.clock)
-            self._mover.copy_state(plan.checkpoint.slot, lease.slot)
+            self.mover.copy_state(plan.checkpoint.slot, lease.slot)
         elif self.recurrent and plan.checkpoint is None:
-            self._mover.copy_state(ZERO_SLOT, lease.slot)
+            self.mover.copy_state(ZERO_SLOT, lease.slot)
         copied = plan.partial if isinstance(plan.partial, Node) else None
         if copied is not None:
             self.pool.hold(copied.page)
@@ -156,10 +159,10 @@ class Memory:
         if not self.grow(lease, plan.position):
             raise RuntimeError("a lease was opened that does not fit")
         if copied is not None:
-            self._mover.copy_page(copied.page, lease.table[-1])
+            self.mover.copy_page(copied.page, lease.table[-1])
             self.pool.release(copied.page)
         if lease.restore is not None:
-            lease.restore.begin(self._mover, lease.slot, lease.table)
+            lease.restore.begin(self.mover, lease.slot, lease.table)
         return lease
 
     def overlap(self, lease: Lease) -> Callable[[int], None]:
@@ -323,7 +326,7 @@ class Memory:
         elif node is not None and tip is not None:
             slot = self.reserve_slot(lease, tip)
             if slot is not None:
-                self._mover.copy_state(lease.slot, slot)
+                self.mover.copy_state(lease.slot, slot)
                 kept = self.capture(lease, tokens, fed, slot, tip)
             elif not lease.side and self._finite(lease.slot):
                 self.behind.page(node)
@@ -347,14 +350,14 @@ class Memory:
 
     def _finite(self, slot: int) -> bool:
         """Whether a state may be kept; one that may not is counted."""
-        finite = self._mover.state_finite(slot)
+        finite = self.mover.state_finite(slot)
         self._counts["states_not_finite"] += not finite
         return finite
 
     def _drop_broken(self, nodes: Sequence[Node]) -> None:
         """Of the pages of a request that failed, drop those at the end whose numbers are not finite."""
         for node in reversed(nodes):
-            if node.children or self.pool.held(node.page) or self._mover.page_finite(node.page, len(node.tokens) // 4):
+            if node.children or self.pool.held(node.page) or self.mover.page_finite(node.page, len(node.tokens) // 4):
                 return
             self.index.remove(node)
 
@@ -365,6 +368,7 @@ class Memory:
             self.pool.release(page)
         lease.table.clear()
         lease.nodes.clear()
+        self.leases.discard(lease)
         self.free_live.append(lease.slot)
         if lease.side:
             while self.pool.free < self.reserve and self.index.evict(side=True):

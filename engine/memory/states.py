@@ -59,6 +59,7 @@ class Checkpoints:
     def __init__(self, live: int, total: int, on_evict: Callable[[Checkpoint], None]) -> None:
         self.total = total
         self.evicted = 0
+        self.first = live + 1
         self.all: set[Checkpoint] = set()
         self._on_evict = on_evict
         self._free = list(range(live + total, live, -1))
@@ -75,6 +76,30 @@ class Checkpoints:
     @property
     def free(self) -> int:
         return len(self._free)
+
+    @property
+    def pending(self) -> set[int]:
+        """Slots that were taken, and hold no checkpoint yet."""
+        slots = set(range(self.first, self.first + self.total))
+        return slots.difference(self._free, (one.slot for one in self.all))
+
+    def resize(self, total: int, move: Callable[[int, int], None]) -> None:
+        """Have so many slots from now on. The least valuable checkpoints give way; of the others, those beyond go to a
+        free slot below: ``move`` is told (from, to). The caller has checked that no slot beyond is pending."""
+        for _ in range(self.total - self.free - total):
+            victim = self._least.pop()
+            if victim is None:
+                raise RuntimeError(f"checkpoints cannot be {total} slots")
+            self._give_way(victim)
+        end = self.first + total
+        self._free = [*range(end - 1, self.first + self.total - 1, -1), *(slot for slot in self._free if slot < end)]
+        self.total = total
+        for one in [one for one in self.all if one.slot >= end]:
+            slot = self._free.pop()
+            move(one.slot, slot)
+            self._leave(one)
+            one.slot = slot
+            self._join(one)
 
     def take(self, want: Want, now: int, *, side: bool, background: bool = False) -> int | None:
         """A slot for a new checkpoint, at the cost of the least valuable one; None if all are worth more.
@@ -93,9 +118,7 @@ class Checkpoints:
         if not side and self._value(victim)[:4] > ((False, True, False, 0.0) if background else worth):
             self._least.push(victim)
             return None
-        self._on_evict(victim)
-        self.remove(victim)
-        self.evicted += 1
+        self._give_way(victim)
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
@@ -165,6 +188,11 @@ class Checkpoints:
         self._least.discard(checkpoint)
         self._least_side.discard(checkpoint)
         self._free.append(checkpoint.slot)
+
+    def _give_way(self, victim: Checkpoint) -> None:
+        self._on_evict(victim)
+        self.remove(victim)
+        self.evicted += 1
 
     def _join(self, one: Checkpoint) -> None:
         """Among its session's."""

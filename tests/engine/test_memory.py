@@ -11,6 +11,7 @@ from engine.memory.history import History, Known
 from engine.memory.index import Node
 from engine.memory.keys import common_tokens, encode, page_key, page_keys, root_key
 from engine.memory.memory import Lease, Memory
+from engine.memory.resize import InUse, resize
 from engine.memory.restore import ALL
 from engine.memory.states import Want
 from engine.sequence import TIP
@@ -64,10 +65,26 @@ def deepest(memory: Memory, tokens: bytes) -> int:
     )
 
 
+def change_size(memory: Memory, store: Bytes, pages: int, checkpoints: int) -> None:
+    """What lies beyond the new bounds is gone; unless running sequences need more: then nothing has happened."""
+    before = memory.pool.total, memory.checkpoints.total, memory.index.pages
+    try:
+        resize(memory, pages, checkpoints)
+    except InUse:
+        assert memory.pool.held_pages > pages
+        assert before == (memory.pool.total, memory.checkpoints.total, memory.index.pages)
+        return
+    assert (memory.pool.total, memory.checkpoints.total) == (pages, checkpoints)
+    live = memory.checkpoints.first + checkpoints
+    store.pages = {page: tokens for page, tokens in store.pages.items() if page < pages}
+    store.slots = {slot: tokens for slot, tokens in store.slots.items() if slot < live or not memory.recurrent}
+
+
 @pytest.mark.parametrize("recurrent", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lives(recurrent: bool, seed: int) -> None:
-    """Prompts that share starts, running at once in little memory: every page read is right, nothing leaks."""
+    """Prompts that share starts, running at once in little memory that grows and shrinks: every page read is right,
+    nothing leaks."""
     rng = random.Random(seed)
     store = Bytes()
     memory = Memory(store, "f", pages=40, live=3, checkpoints=7, recurrent=recurrent)
@@ -105,6 +122,8 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
             else:
                 memory.close(lease, tokens, fed, TIP)
                 running.pop(number)
+        if rng.random() < 0.1:
+            change_size(memory, store, rng.randint(4, 60), rng.randint(0, 12) if recurrent else 0)
         check_memory(memory)
         assert pending_slots(memory) == 0
     for lease, tokens, fed in running:
