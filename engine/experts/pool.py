@@ -54,6 +54,14 @@ class Pool:
             raise ValueError(f"there is no expert {expert} of layer {layer} in {self.layers} x {self.experts}")
         self.layout.encode(gate_up, down, self.blob(layer * self.experts + expert))
 
+    def put_layer(self, layer: int, gate_up: Tensor, down: Tensor, threads: int = 0) -> None:
+        """All experts of a layer: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner]."""
+
+        def put(expert: int) -> None:
+            self.put(layer, expert, gate_up[expert], down[expert])
+
+        _for_all(put, self.experts, lambda done, total: None, threads)
+
     def fill(
         self,
         weights: Callable[[int, int], tuple[Tensor, Tensor]],
@@ -66,7 +74,7 @@ class Pool:
             layer, expert = divmod(flat, self.experts)
             self.put(layer, expert, *weights(layer, expert))
 
-        self._for_all(put, progress, threads)
+        _for_all(put, len(self), progress, threads)
 
     def fill_random(self, seed: int = 0, progress: Progress = lambda done, total: None, threads: int = 0) -> None:
         """A few experts of small random weights, again and again: for measuring."""
@@ -79,21 +87,23 @@ class Pool:
                 gate_up, torch.randn(layout.hidden, layout.inner, generator=generator) * layout.inner**-0.5, blob
             )
             samples.append(blob)
-        self._for_all(lambda flat: self.blob(flat).copy_(samples[flat % len(samples)]), progress, threads)
+        _for_all(lambda flat: self.blob(flat).copy_(samples[flat % len(samples)]), len(self), progress, threads)
 
-    def _for_all(self, work: Callable[[int], object], progress: Progress, threads: int) -> None:
-        """Each thread does torch's work alone: as many threads again for every one of them would be too many."""
-        count, before = threads or os.cpu_count() or 1, torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
-                waiting = iter(range(len(self)))
-                pending = deque(workers.submit(work, flat) for flat in islice(waiting, 2 * count))
-                for done in range(len(self)):
-                    pending.popleft().result()
-                    pending.extend(workers.submit(work, flat) for flat in islice(waiting, 1))
-                    progress(done + 1, len(self))
-        finally:
-            torch.set_num_threads(before)
+
+def _for_all(work: Callable[[int], object], total: int, progress: Progress, threads: int) -> None:
+    """``work`` on the numbers below ``total``. Each thread does torch's work alone: as many threads again for every one
+    of them would be too many."""
+    count, before = threads or os.cpu_count() or 1, torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+            waiting = iter(range(total))
+            pending = deque(workers.submit(work, number) for number in islice(waiting, 2 * count))
+            for done in range(total):
+                pending.popleft().result()
+                pending.extend(workers.submit(work, number) for number in islice(waiting, 1))
+                progress(done + 1, total)
+    finally:
+        torch.set_num_threads(before)
 
 
 def aligned(nbytes: int, alignment: int) -> Tensor:

@@ -17,10 +17,12 @@ from engine.weights.errors import BadConfig, UnknownArchitecture
 
 @dataclass(frozen=True)
 class Architecture:
-    """``name``, the model's own context length, and how to build it for a context of so many tokens."""
+    """``name``, the model's own context length, routed experts of each row, and how to build it for a context of so
+    many tokens."""
 
     name: str
     context: int
+    top_k: int
     build: Callable[[Loader, int, Progress], Model]
 
 
@@ -33,13 +35,13 @@ def find_architecture(raw: Mapping[str, Any]) -> Architecture:
     match kind:
         case "qwen3_5_moe" | "qwen3_5_moe_text":
             hybrid = Qwen35MoeConfig.parse(fields)
-            return Architecture("qwen3_5_moe", hybrid.context, lambda *to: Qwen35Moe(hybrid, *to))
+            return Architecture("qwen3_5_moe", hybrid.context, hybrid.top_k, lambda *to: Qwen35Moe(hybrid, *to))
         case "qwen3_moe":
             qwen3 = Qwen3MoeConfig.parse(fields)
-            return Architecture("qwen3_moe", qwen3.context, lambda *to: Qwen3Moe(qwen3, *to))
+            return Architecture("qwen3_moe", qwen3.context, qwen3.top_k, lambda *to: Qwen3Moe(qwen3, *to))
         case "qwen2_moe":
             qwen2 = Qwen2MoeConfig.parse(fields)
-            return Architecture("qwen2_moe", qwen2.context, lambda *to: Qwen2Moe(qwen2, *to))
+            return Architecture("qwen2_moe", qwen2.context, qwen2.top_k, lambda *to: Qwen2Moe(qwen2, *to))
         case _:
             raise UnknownArchitecture(
                 f"architecture {kind!r} is not supported; supported are qwen3_5_moe, qwen3_moe and qwen2_moe"
