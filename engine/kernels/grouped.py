@@ -1,0 +1,257 @@
+"""Routed experts for many rows: matrix products of the rows that chose an expert with its blob (``experts.layout``).
+
+Pairs (a row and one of its ranks) are sorted by expert; a program takes a tile of one expert's pairs and a tile of its
+columns, and decodes the blob's blocks into tensor core operands as it goes. Activations are rounded to the precision of
+the products, 16-bit on a GPU (a relative 1.1e-3 of each number, about 1.6e-3 of the result); weights are exact but for
+int8, whose scale times code is rounded likewise. Sums are float32. Which tile a program has follows from where experts
+begin alone: expert e's tiles are numbered from ``start[e] // tile + e`` on, so some numbers have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.experts.layout import BLOCK, MOST_PARTS, Layout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``order`` int32 [pairs]: pairs, row * ranks + rank, by expert, those of no expert (id -1) last; ``start`` int32
+    [experts + 1]: where in it each expert's begin; ``slot`` int32 [experts]: where its blob is, -1: not here."""
+
+    order: Tensor
+    start: Tensor
+    slot: Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``pairs`` x ``columns`` of a product, ``k`` at a time. ``columns`` counts rows of the blob: of gate_up, half of
+    them are gates."""
+
+    pairs: int
+    columns: int
+    k: int
+    warps: int
+    stages: int
+
+
+FEW, SOME, MANY = 0, 1, 2
+"""Up to 16 pairs an expert on average, up to 64, or more."""
+TILES = {
+    "bf16": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3)),
+    "int8": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3)),
+    "mxfp4": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3)),
+}
+SUMS = 1024
+"""Numbers that one program adds up."""
+
+_KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
+
+
+def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """``order`` and ``start`` of ``Groups``; rows of an expert stay in order. ids int32 [rows, k], -1 for none."""
+    keys = torch.where(ids < 0, experts, ids).flatten().to(torch.int16)
+    ordered, order = torch.sort(keys, stable=True)
+    edges = torch.arange(experts + 1, dtype=torch.int16, device=ids.device)
+    return order.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
+
+
+@triton.jit
+def _expert_of(start, number, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Whose tile this is, and where in the order it begins and that expert's pairs end."""
+    expert = tl.arange(0, EXPERTS)
+    begins = tl.load(start + expert, mask=expert < experts, other=0)
+    before = (expert < experts) & (begins // PAIRS + expert <= number)
+    mine = tl.sum(before.to(tl.int32)) - 1
+    begin, end = tl.load(start + mine), tl.load(start + mine + 1)
+    return mine, begin + (number - (begin // PAIRS + mine)) * PAIRS, end
+
+
+@triton.jit
+def _weights(words, offset, KIND: tl.constexpr, K: tl.constexpr, like):
+    """Weights [K, columns]. ``words`` [columns]: where the first block of each column's panel begins; ``offset``: the
+    tile's, from there; ``like`` has the type of the product."""
+    column = tl.arange(0, words.shape[0]) % 32
+    if KIND == 0:
+        k = tl.arange(0, K)
+        halves = (words + offset).to(tl.pointer_type(tl.uint16))
+        data = tl.load(tl.multiple_of(halves, 8)[None, :] + (k[:, None] * 32 + column[None, :]))
+        if like.dtype == tl.bfloat16:
+            tile = data.to(tl.bfloat16, bitcast=True)
+        else:
+            tile = (data.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(like.dtype)
+    elif KIND == 1:
+        word, group = tl.arange(0, K // 4), tl.arange(0, K // 32)
+        at = word // 8 * 272 + 16 + word % 8 * 32
+        data = tl.load((words + offset)[None, :] + (at[:, None] + column[None, :])) ^ -2139062144
+        scales = (words + offset).to(tl.pointer_type(tl.float16))
+        scale = tl.load(scales[None, :] + (group[:, None] * 544 + column[None, :])).to(tl.float32)
+        byte = tl.arange(0, 4)[None, :, None]
+        # 2^23 + code + 128 as a float, without a conversion
+        code = (((data[:, None, :] >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        tile = tl.reshape(code, (K // 32, 32, words.shape[0])) * scale[:, None, :]
+        tile = tl.reshape(tile, (K, words.shape[0])).to(like.dtype)
+    else:
+        word, group = tl.arange(0, K // 8), tl.arange(0, K // 32)
+        at = word // 4 * 136 + 8 + word % 4 * 32
+        data = tl.load((words + offset)[None, :] + (at[:, None] + column[None, :]))
+        scales = (words + offset).to(tl.pointer_type(tl.uint8))
+        scale = tl.load(scales[None, :] + (group[:, None] * 544 + column[None, :])).to(tl.int32)
+        k = tl.arange(0, 8)[None, :, None]
+        code = data[:, None, :] >> (k % 4 * 8 + k // 4 * 4)
+        # As a float the code is 2^-126 times what it stands for, the smallest a denormal.
+        value = ((code & 8) << 28 | (code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        value = (
+            tl.reshape(value, (K // 32, 32, words.shape[0])) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
+        )
+        tile = tl.reshape(value, (K, words.shape[0])).to(like.dtype)
+    return tile
+
+
+@triton.jit
+def _part(at, b1, b2, b3, v0, v1, v2, v3):
+    """Of v0 to v3 that of the part that ``at`` lies in."""
+    return tl.where(at < b1, v0, tl.where(at < b2, v1, tl.where(at < b3, v2, v3)))
+
+
+@triton.jit
+def _gate_up(
+    x, slots, order, start, slot_of, out, stride_words, experts, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
+    slot = tl.load(slot_of + expert)
+    if (first < end) & (slot >= 0):
+        pair = first + tl.arange(0, PAIRS)
+        row = tl.load(order + pair, mask=pair < end, other=0) // ranks
+        k = tl.arange(0, K)
+        rows = x + row.to(tl.int64)[:, None] * hidden + k[None, :]
+        # Columns of a tile beyond the last panel read the last one again.
+        half = tl.program_id(0) * (COLUMNS // 2)
+        panel = tl.minimum(half // 16 + tl.arange(0, COLUMNS) // 32, inner // 16 - 1)
+        groups = hidden // 32
+        from_part = _part(panel, b1, b2, b3, o0, o1, o2, o3)
+        inside = panel - _part(panel, b1, b2, b3, 0, b1, b2, b3)
+        words = slots + slot.to(tl.int64) * stride_words + (from_part + inside * groups * WORDS)
+        total = tl.zeros((PAIRS, COLUMNS), tl.float32)
+        for group in range(0, groups, K // 32):
+            part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
+            total = tl.dot(part, _weights(words, group * WORDS, KIND, K, part), total, input_precision="ieee")
+        if KIND == 0:
+            gates, ups = tl.split(tl.reshape(total, (PAIRS, COLUMNS // 2, 2)))
+        else:
+            both = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 2, 16)), (0, 1, 3, 2))
+            gates, ups = tl.split(tl.reshape(both, (PAIRS, COLUMNS // 2, 2)))
+        column = half + tl.arange(0, COLUMNS // 2)
+        result = gates / (1.0 + tl.exp(-gates)) * ups
+        to = pair.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(out + to, result.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < inner)[None, :])
+
+
+@triton.jit
+def _down(
+    h, slots, order, start, slot_of, out, stride_words, experts, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
+    slot = tl.load(slot_of + expert)
+    if (first < end) & (slot >= 0):
+        pair = first + tl.arange(0, PAIRS)
+        k, n = tl.arange(0, K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        rows = h + pair.to(tl.int64)[:, None] * inner + k[None, :]
+        panel = tl.minimum(n // 32, hidden // 32 - 1)
+        blob = slots + slot.to(tl.int64) * stride_words
+        total = tl.zeros((PAIRS, COLUMNS), tl.float32)
+        for group in range(0, inner // 32, K // 32):
+            # No tile of k is in two parts; the down section of a part follows its gate and up.
+            begin = _part(group, b1, b2, b3, 0, b1, b2, b3)
+            wide = _part(group, b1, b2, b3, b1, b2, b3, b4) - begin
+            section = _part(group, b1, b2, b3, o0, o1, o2, o3) + 2 * wide * (hidden // 32) * WORDS
+            words = blob + (section + panel * wide * WORDS)
+            part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
+            weights = _weights(words, (group - begin) * WORDS, KIND, K, part)
+            total = tl.dot(part, weights, total, input_precision="ieee")
+        column = n
+        if KIND == 0:
+            column = n // 32 * 32 + n % 2 * 16 + n % 32 // 2
+        to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
+
+
+def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
+    """silu(gate x) * up x. x [rows, hidden] in the precision of the products, slots uint8 [slots, stride] -> out
+    [pairs, inner] in the order of ``groups``; pairs of absent experts are left as they are."""
+    tile, grid = _grid(layout, groups, 2 * layout.inner, layout.hidden // BLOCK)
+    bounds, offsets = _padded(layout)
+    if x.shape[0]:
+        _gate_up[grid](
+            x, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4,
+            groups.slot.shape[0], groups.order.shape[0] // x.shape[0], layout.hidden, layout.inner,
+            *(bound // 16 for bound in bounds[1:-1]), *offsets,
+            KIND=_KINDS[layout.format.name], WORDS=layout.format.block_bytes // 4, **tile,
+        )  # fmt: skip
+
+
+def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
+    """down of what ``gate_up`` gave, [pairs, inner]. -> out [pairs, hidden], pair by pair: row * ranks + rank."""
+    bounds, offsets = _padded(layout)
+    even = all(bound % (2 * BLOCK) == 0 for bound in bounds)
+    tile, grid = _grid(layout, groups, layout.hidden, 2 if even else 1)
+    if h.shape[0]:
+        _down[grid](
+            h, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4,
+            groups.slot.shape[0], layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
+            KIND=_KINDS[layout.format.name], WORDS=layout.format.block_bytes // 4, **tile,
+        )  # fmt: skip
+
+
+def _grid(layout: Layout, groups: Groups, columns: int, blocks: int) -> tuple[dict[str, int], tuple[int, int]]:
+    """Sizes and options of a kernel, and its programs. ``blocks``: the inner dimension is a multiple of so many."""
+    pairs, experts = groups.order.shape[0], groups.slot.shape[0]
+    tile = TILES[layout.format.name][FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY]
+    wide = min(tile.columns, triton.next_power_of_2(columns))
+    sizes = {
+        "EXPERTS": triton.next_power_of_2(experts), "PAIRS": tile.pairs, "COLUMNS": wide,
+        "K": tile.k if blocks % (tile.k // BLOCK) == 0 else BLOCK, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    return sizes, (triton.cdiv(columns, wide), pairs // tile.pairs + experts)
+
+
+def _padded(layout: Layout) -> tuple[list[int], list[int]]:
+    """Bounds, and offsets in words where parts begin, as of four parts, the last ones empty."""
+    missing = MOST_PARTS - layout.parts
+    offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
+    return [*layout.bounds] + [layout.inner] * missing, offsets
+
+
+@triton.jit
+def _combine_pairs(out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(RANKS):
+        pair = row * RANKS + rank
+        expert = tl.load(ids + pair)
+        slot = tl.load(slot_of + expert, mask=expert >= 0, other=-1)
+        here = (at < hidden) & (slot + 0 * at >= 0)
+        part = tl.load(out + pair * hidden + at, mask=here, other=0.0).to(tl.float32)
+        total += tl.load(weights + pair) * part
+    tl.store(y + row * hidden + at, total, mask=at < hidden)
+
+
+def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor) -> None:
+    """y [rows, hidden] = sum over ranks, in order, of weights [rows, k] * out [rows * k, hidden] of the pairs whose
+    expert has a slot. ids int32 [rows, k]; ``slot`` as in ``Groups``."""
+    (rows, ranks), hidden = ids.shape, y.shape[1]
+    block = min(SUMS, triton.next_power_of_2(hidden))
+    if rows:
+        _combine_pairs[(rows, triton.cdiv(hidden, block))](
+            out, ids, slot, weights, y, hidden, RANKS=ranks, BLOCK=block, num_warps=4
+        )

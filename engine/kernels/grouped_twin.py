@@ -1,0 +1,50 @@
+"""The grouped expert kernels in torch, in the precision of their inputs, for tests and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.experts.layout import Layout
+from engine.kernels.grouped import Groups
+
+
+def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    flat = ids.flatten().tolist()
+    known = [expert if expert >= 0 else experts for expert in flat]
+    order = sorted(range(len(flat)), key=lambda pair: (known[pair], pair))
+    start = [sum(one < expert for one in known) for expert in range(experts + 1)]
+    return torch.tensor(order, dtype=torch.int32), torch.tensor(start, dtype=torch.int32)
+
+
+def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
+    ranks = groups.order.shape[0] // x.shape[0]
+    for pairs, slot in _present(groups):
+        weights, _ = layout.decode(slots[slot, : layout.nbytes])
+        rows = x[groups.order[pairs].long() // ranks]
+        gate, up = (rows @ weights.to(x.dtype).T).chunk(2, dim=1)
+        out[pairs] = gate * torch.sigmoid(gate) * up
+
+
+def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
+    for pairs, slot in _present(groups):
+        _, weights = layout.decode(slots[slot, : layout.nbytes])
+        out[groups.order[pairs].long()] = h[pairs] @ weights.to(h.dtype).T
+
+
+def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor) -> None:
+    y.zero_()
+    for rank in range(ids.shape[1]):
+        here = (ids[:, rank] >= 0) & (slot[ids[:, rank].clamp(min=0).long()] >= 0)
+        part = weights[:, rank, None] * out.view(*ids.shape, -1)[:, rank]
+        y += torch.where(here[:, None], part, 0.0)
+
+
+def _present(groups: Groups) -> Iterator[tuple[slice, int]]:
+    """Where an expert's pairs are in the order, and its slot."""
+    start = groups.start.tolist()
+    for expert, slot in enumerate(groups.slot.tolist()):
+        if slot >= 0 and start[expert] < start[expert + 1]:
+            yield slice(start[expert], start[expert + 1]), slot
