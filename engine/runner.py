@@ -14,12 +14,14 @@ from engine.api import PAGE
 from engine.layers.ops import CPU, Batch, Ops
 from engine.memory.restore import ALL
 from engine.models.model import Cache, Manifest, Model, Wait, all_there
+from engine.sampling import Row
 
 
 @dataclass(frozen=True)
 class Rows:
     """Tokens of one sequence to feed, at ``position`` and on. ``table``: its pages. ``slot``: its state.
-    ``snapshots``: (after how many of these tokens, into which slot) the recurrent state is to be copied."""
+    ``snapshots``: (after how many of these tokens, into which slot) the recurrent state is to be copied.
+    ``temperature``: what for, if the ``logits`` are wanted."""
 
     tokens: Sequence[int]
     position: int
@@ -27,6 +29,7 @@ class Rows:
     slot: int
     snapshots: Sequence[tuple[int, int]] = ()
     logits: bool = False
+    temperature: float = 1.0
 
 
 class Runner:
@@ -62,6 +65,15 @@ class Runner:
         """float32 logits [m, vocab]: of the last row of each part that wants them, in order. Raises what ``wait``
         does."""
         return self.model.forward(make_batch(parts, self.device), replace(self.cache, wait=wait))
+
+    def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
+        """What tokens are drawn from: of each part that wants its logits, in order; good until the next call. Raises
+        what ``wait`` does."""
+        return list(self.forward(parts, wait).numpy())
+
+    def gauges(self) -> dict[str, float]:
+        """What it has to tell of itself, by name."""
+        return {}
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:

@@ -37,7 +37,7 @@ from engine.memory.states import Want
 from engine.models.model import Progress
 from engine.pace import Pace
 from engine.refusal import refuse
-from engine.sampling import Logits, check_scores
+from engine.sampling import Logits, Row, check_scores, whole
 from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
 from engine.watching import Watching
 
@@ -154,6 +154,7 @@ class Scheduler:
                 "page_bytes": float(manifest.page_bytes(self._runner.dtype)),
                 "checkpoint_slot_bytes": float(manifest.slot_bytes),
                 "peak_resident_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                **self._runner.gauges(),
                 **{name: float(count) for name, count in self._counts.items()},
                 **{f"store_{name}": value for name, value in ({} if store is None else store.stats()).items()},
             }
@@ -306,14 +307,14 @@ class Scheduler:
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         start = time.perf_counter()
-        logits = iter(self._runner.forward(parts).numpy())
+        scored = iter(self._runner.score(parts))
         self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start)
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
-            self._fed(sequence, count, taken, logits)
+            self._fed(sequence, count, taken, scored)
         return True
 
-    def _fed(self, sequence: Sequence, count: int, taken: list[Snapshot], logits: Iterator[Logits]) -> None:
+    def _fed(self, sequence: Sequence, count: int, taken: list[Snapshot], scored: Iterator[Row]) -> None:
         """A forward has fed ``count`` tokens more."""
         self._counts["decoded_tokens" if sequence.decoding else "prefilled_tokens"] += count
         if sequence.request.background:
@@ -325,7 +326,7 @@ class Scheduler:
             if self.memory.capture(sequence.leased, sequence.tokens, position, slot, want):
                 sequence.kept.add(position)
         if sequence.remaining == 0:
-            self._sample(sequence, next(logits))
+            self._sample(sequence, next(scored))
 
     def _overlap(self) -> bool:
         """Feed the first chunk of a sequence that is still being restored, alone, each layer as soon as its part was
@@ -343,7 +344,7 @@ class Scheduler:
         wait = self.memory.overlap(lease)
         taken = self._take_snapshots(sequence, count)
         try:
-            logits = self._runner.forward([sequence.rows(count, taken)], wait)
+            scored = self._runner.score([sequence.rows(count, taken)], wait)
         except RestoreFailed:
             for _, slot, _ in taken:
                 self.memory.give_back(slot)
@@ -354,7 +355,7 @@ class Scheduler:
         self._counts["steps"] += 1
         self._counts["overlapped_restores"] += 1
         self._start(sequence, plan)
-        self._fed(sequence, count, taken, iter(logits.numpy()))
+        self._fed(sequence, count, taken, iter(scored))
         return True
 
     def _share_rows(self) -> list[tuple[Sequence, int]]:
@@ -405,18 +406,18 @@ class Scheduler:
                 sequence.kept.add(position)
         return taken
 
-    def _sample(self, sequence: Sequence, logits: Logits) -> None:
+    def _sample(self, sequence: Sequence, row: Row) -> None:
         if not sequence.prefilled:
             sequence.prefilled = time.monotonic()
         request, position = sequence.request, len(sequence.tokens)
         if self._observer is not None:
-            self._observer(request.id, position, np.array(logits))
+            self._observer(request.id, position, np.array(whole(row)))
         try:
             if sequence.limit == 0 or request.sampling.forced == ():
-                check_scores(logits, position)
+                check_scores(row, position)
                 self._finish(sequence, "length" if sequence.limit == 0 else "stop")
                 return
-            token, logprob = sequence.sampler.next(logits, position)
+            token, logprob = sequence.sampler.next(row, position)
         except GrammarError as error:
             self._fail(sequence, str(error), "invalid")
             return

@@ -114,7 +114,8 @@ class Sequence:
         """The next ``count`` tokens to feed."""
         lease, fed = self.leased, self.fed
         snapshots = [(position - fed, slot) for position, slot, _ in taken]
-        return Rows(self.tokens[fed : fed + count], fed, lease.table, lease.slot, snapshots, count == self.remaining)
+        tokens, last = self.tokens[fed : fed + count], count == self.remaining
+        return Rows(tokens, fed, lease.table, lease.slot, snapshots, last, self.sampler.temperature)
 
     def place(self, plan: Plan, grid: int) -> None:
         """It goes on at the plan's position: choose what to keep in prefill."""
