@@ -131,7 +131,8 @@ class Bench:
         """For every wanted share of hits that so much memory for experts allows."""
         options, pool = self._options, self._pool
         slots = min(len(pool), int(gigabytes * 1e9) // pool.stride - 1)
-        experts = OffloadedExperts(pool, self._executor, self._driver, self._split(), slots, self._device)
+        room = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=self._device)
+        experts = OffloadedExperts(pool, self._executor, self._driver, self._split(), room)
         experts.start()
         self._experts.now = experts
         steps = self._decode_steps(experts.report)
@@ -231,7 +232,7 @@ class Bench:
     def _decode_steps(self, report: Callable[[], None]) -> DecodeSteps:
         """Greedy; the page and the state that no sequence has come last."""
 
-        def finish(logits: Tensor) -> Tensor:
+        def finish(logits: Tensor, temperatures: Tensor) -> Tensor:
             report()
             return logits.argmax(dim=1)
 

@@ -197,6 +197,10 @@ def fixed(layers: int, share: float) -> Split:
     return split
 
 
+def room(pool: Pool, slots: int) -> Tensor:
+    return torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=GPU)
+
+
 def layer(library: Path, quick: bool) -> None:
     """One offloaded layer, eager, wherever its experts are."""
     loaded = load_library(library)
@@ -206,9 +210,8 @@ def layer(library: Path, quick: bool) -> None:
         executor = Executor(pool, 16, 8, library=library)
         for memory_operations in (True, False):
             for slots, share in ((63, 1.0), (9, 1.0), (9, 0.0), (9, 0.4), (1, 0.15)):
-                experts = OffloadedExperts(
-                    pool, executor, CudaDriver(loaded, memory_operations), fixed(2, share), slots, GPU
-                )
+                driver = CudaDriver(loaded, memory_operations)
+                experts = OffloadedExperts(pool, executor, driver, fixed(2, share), room(pool, slots))
                 experts.start()
                 worst = 0.0
                 for rows in (1, 3, 16, 1):
@@ -230,7 +233,7 @@ def step(library: Path, quick: bool) -> None:
     pool = Pool(Layout(FORMATS["mxfp4"], config.hidden, config.expert_inner), 4, config.experts)
     pool.fill_random()
     cpu = Executor(pool, 4, config.top_k, library=library)
-    device = OffloadedExperts(pool, cpu, CudaDriver(load_library(library)), fixed(4, 1.0), 300, GPU)
+    device = OffloadedExperts(pool, cpu, CudaDriver(load_library(library)), fixed(4, 1.0), room(pool, 300))
     device.start()
     parts = [Rows((7 + row,), 0, (row,), row + 1, logits=True) for row in range(4)]
     resident: DeviceExperts = ResidentExperts.of_pool(pool, GPU)
@@ -244,7 +247,7 @@ def step(library: Path, quick: bool) -> None:
         runner = Runner(model, ops, torch.bfloat16, pages=6, slots=6, device=GPU)
         for tensor in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
             tensor.zero_()
-        made = DecodeSteps(model, runner.cache, lambda logits: logits, pages=1, scratch=(5, 5), device=GPU)
+        made = DecodeSteps(model, runner.cache, lambda logits, _: logits, pages=1, scratch=(5, 5), device=GPU)
         found.append(_decode(runner, made if graph else None, parts, steps_to_take))
         if experts is device:
             device.after_step()

@@ -25,9 +25,10 @@ from engine.kernels.resolve import resolve
 class OffloadedExperts:
     """Implements ``engine.kernels.ops.DeviceExperts`` over a pool that holds all experts and an executor for it.
 
-    ``split``: what goes over the link. ``slots``: experts that the device has room for, besides a scratch slot. Layers
-    are packed in order; ``start`` comes after the last one and before the first ``run``. A step ends with ``report``;
-    ``after_step`` comes when its results are there, and ``learn`` at leisure, best while the next step runs.
+    ``split``: what goes over the link. ``slots`` uint8 [slots + 1, pool.stride] on the device: room for experts, the
+    last one scratch; how many of them are used is ``residency.limit``. Layers are packed in order; ``start`` comes
+    after the last one and before the first ``run``. A step ends with ``report``; ``after_step`` comes when its results
+    are there, and ``learn`` at leisure, best while the next step runs.
     """
 
     def __init__(
@@ -36,16 +37,16 @@ class OffloadedExperts:
         executor: Executor,
         driver: Driver,
         split: Split,
-        slots: int,
-        device: torch.device,
+        slots: Tensor,
         patience: float = PATIENCE,
     ) -> None:
-        """Raises ValueError without slots, or for more rows times ranks than one decision takes."""
-        ranks = executor.layout.ranks
+        """Raises ValueError for slots of another size, and for more rows times ranks than one decision takes."""
+        ranks, device = executor.layout.ranks, slots.device
+        if slots.dim() != 2 or slots.shape[1] != pool.stride or slots.dtype != torch.uint8 or not slots.is_contiguous():
+            raise ValueError(f"slots must be bytes [slots + 1, {pool.stride}], not {slots.dtype} {list(slots.shape)}")
         self.pool, self.executor, self._driver, self._device = pool, executor, driver, device
-        self._split = split
-        self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots, device)
-        self._slots = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=device)
+        self._split, self._slots = split, slots
+        self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots.shape[0] - 1, device)
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
         pinned = device.type == "cuda"
         self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)

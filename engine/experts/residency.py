@@ -75,7 +75,9 @@ class Residency:
     int32 [layers * experts]; ``clock`` and ``hand`` int32 [1]: tokens so far, where the next window begins;
     ``counters`` int64 [4]; ``work`` int32 [layers, 3]: a layer's last call, as the first three counters; ``share``
     int32 [layers]: what goes over the link, in 1/ONE of the missing parts; ``pace`` int32 [2] and ``bump`` int32
-    [ENTRIES]: the policy; ``part_bytes`` int32 [parts + 1]: bytes of an expert's first so many parts."""
+    [ENTRIES]: the policy; ``part_bytes`` int32 [parts + 1]: bytes of an expert's first so many parts; ``limit`` int32
+    [1]: slots from this one on are not used; ``routed`` int32 [layers, MOST_PAIRS]: the ids of a layer's last call, -1
+    after them."""
 
     experts: int
     slot_of: Tensor
@@ -89,6 +91,8 @@ class Residency:
     pace: Tensor
     bump: Tensor
     part_bytes: Tensor
+    limit: Tensor
+    routed: Tensor
 
     @staticmethod
     def create(layout: Layout, layers: int, experts: int, slots: int, device: torch.device) -> Residency:
@@ -103,15 +107,17 @@ class Residency:
             experts=experts,
             slot_of=full(-1, layers * experts),
             owner=full(-1, slots),
-            value=full(0, layers * experts),
+            value=full(-SPAN, layers * experts),
             clock=full(0, 1),
             hand=full(0, 1),
             counters=full(0, 4, dtype=torch.int64),
             work=full(0, layers, 3),
             share=full(ONE, layers),
-            pace=full(0, 2),
+            pace=full(1, 2),
             bump=full(0, ENTRIES),
             part_bytes=torch.tensor(layout.offsets, dtype=torch.int32, device=device),
+            limit=full(slots, 1),
+            routed=full(-1, layers, MOST_PAIRS),
         )
         residency.follow(decayed(32))
         return residency
@@ -129,11 +135,35 @@ class Residency:
         return self.part_bytes.shape[0] - 1
 
     def follow(self, policy: Policy) -> None:
-        """Change the policy, in place; what it knew of past uses is forgotten, what is resident stays."""
-        self.pace.copy_(torch.tensor([policy.per_step, policy.per_layer], dtype=torch.int32))
-        self.bump.copy_(torch.tensor(policy.bump, dtype=torch.int32))
-        self.value.fill_(-SPAN)
+        """Change the policy, in place and in the order of the stream. What is resident stays; how long ago experts were
+        used is kept on the new policy's axis of time, how often is not."""
+        pace = torch.tensor([policy.per_step, policy.per_layer], dtype=torch.int32)
+        behind = (self.value - self.clock * self.pace[:1]).clamp_(max=0).long()
+        moved = behind * policy.per_step // self.pace[:1]
+        self.value.copy_(torch.where(behind <= -SPAN, moved.clamp(-OLDEST, -SPAN), moved))
         self.clock.zero_()
+        self.pace.copy_(pace, non_blocking=True)
+        self.bump.copy_(torch.tensor(policy.bump, dtype=torch.int32), non_blocking=True)
+
+    def resize(self, limit: int) -> None:
+        """Use the first ``limit`` slots and no others, in the order of the stream and without waiting for it. What the
+        others held is no longer resident; they are free when they come back. Raises ValueError."""
+        if not 1 <= limit <= self.slots:
+            raise ValueError(f"experts can have 1 to {self.slots} slots, not {limit}")
+        self.slot_of.masked_fill_(self.slot_of >= limit, -1)
+        self.owner[limit:].fill_(-1)
+        self.hand.remainder_(limit)
+        self.limit.fill_(limit)
+
+    def check(self) -> None:
+        """Raises AssertionError unless the maps are each other's inverse within the limit; waits for the device."""
+        slot_of, owner, limit = self.slot_of.cpu(), self.owner.cpu(), int(self.limit)
+        held = (owner >= 0).nonzero().flatten()
+        resident = (slot_of >= 0).nonzero().flatten()
+        if len(held) != len(resident) or not torch.equal(slot_of[owner[held].long()].long(), held):
+            raise AssertionError(f"{len(resident)} experts are said to be in {len(held)} slots that say otherwise")
+        if (len(held) and int(held[-1]) >= limit) or not 0 <= int(self.hand) < limit:
+            raise AssertionError(f"a slot or the window lies beyond the limit of {limit} slots")
 
 
 @dataclass(frozen=True)
@@ -193,7 +223,8 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     missing.sort(key=lambda expert: wrap(now - int(value[first_flat + expert])))  # stable: ties to the lower id
     budget = link_parts(len(missing) * parts, int(state.share[layer]))
     kept = {int(slot_of[first_flat + expert]) for expert in active}
-    victims = _victims(owner, value, int(state.hand), now, kept)[: budget // parts]
+    limit = int(state.limit)
+    victims = _victims(owner, value, limit, int(state.hand), now, kept)[: budget // parts]
     partial = min(budget - len(victims) * parts, parts)
 
     where = {expert: (int(slot_of[first_flat + expert]), parts) for expert in active}
@@ -209,12 +240,14 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     for expert in active:
         value[first_flat + expert] = used(int(value[first_flat + expert]), now, state.bump.numpy())
     if victims:
-        state.hand.fill_((int(state.hand) + WINDOW) % state.slots)
+        state.hand.fill_((int(state.hand) + WINDOW) % limit)
     on_link = sum(where[expert][1] for expert in fetched)
     counts = ((len(active) - len(missing)) * parts, on_link, len(missing) * parts - on_link)
     moved = sum(int(state.part_bytes[where[expert][1]]) for expert in fetched)
     state.counters.add_(torch.tensor([*counts, moved]))
     state.work[layer] = torch.tensor(counts, dtype=torch.int32)
+    state.routed[layer].fill_(-1)
+    state.routed[layer, : ids.numel()] = ids.flatten()
 
     nowhere = (-1, 0)
     pairs = [where.get(expert, nowhere) for expert in ids.flatten().tolist()]
@@ -230,14 +263,14 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     _fill(decision.counts, [len(fetched), sum(expert >= 0 for expert, _ in plan)])
 
 
-def _victims(owner: Ints, value: Ints, hand: int, now: int, kept: set[int]) -> list[int]:
+def _victims(owner: Ints, value: Ints, limit: int, hand: int, now: int, kept: set[int]) -> list[int]:
     """The slots of the window that may go: free ones, then the least valuable ones; of equals those that come first."""
 
     def order(slot: int) -> tuple[bool, int]:
         holds = int(owner[slot])
         return holds >= 0, max(-OLDEST, min(wrap(int(value[holds]) - now), OLDEST)) if holds >= 0 else 0
 
-    window = [(hand + step) % len(owner) for step in range(min(WINDOW, len(owner)))]
+    window = [(hand + step) % limit for step in range(min(WINDOW, limit))]
     return sorted((slot for slot in window if slot not in kept), key=order)  # stable
 
 

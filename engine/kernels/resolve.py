@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.experts.residency import ENTRIES, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
+from engine.experts.residency import ENTRIES, MOST_PAIRS, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
@@ -21,14 +21,14 @@ FREE = -(1 << 31)
 @triton.jit(do_not_specialize=["layer"])
 def _resolve(
     ids, slot_of, owner, value, clock, hand, counters, work, share, pace, bump, part_bytes,
-    slot_out, parts_out, plan_out, fetch_out, counts_out,
-    layer, experts, slots, pairs, advance,
-    PARTS: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
-    ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr, NEVER: tl.constexpr,
+    limit, routed, slot_out, parts_out, plan_out, fetch_out, counts_out,
+    layer, experts, slots, pairs,
+    PARTS: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
+    SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr, NEVER: tl.constexpr,
 ):  # fmt: skip
     pair, place = tl.arange(0, PAIRS), tl.arange(0, WINDOW)
     expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
-    start = tl.load(hand)
+    start, usable = tl.load(hand), tl.load(limit)
     step = tl.load(clock) + tl.where(layer == 0, 1, 0)
     now = step * tl.load(pace) + layer * tl.load(pace + 1)
     of_link, whole_bytes = tl.load(share + layer), tl.load(part_bytes + PARTS).to(tl.int64)
@@ -38,8 +38,8 @@ def _resolve(
     found = tl.load(slot_of + flat, mask=valid, other=-1)
     before = tl.load(value + flat, mask=valid, other=0)
     slot = start + place
-    slot = tl.where(slot >= slots, slot - slots, slot)
-    holds = tl.load(owner + slot, mask=place < slots, other=-1)
+    slot = tl.where(slot >= usable, slot - usable, slot)
+    holds = tl.load(owner + slot, mask=place < usable, other=-1)
     ahead = now - before
     distance = tl.minimum(tl.maximum(ahead, -SPAN), SPAN)
     added = tl.load(bump + tl.minimum(tl.abs(distance) >> SHIFT, ENTRIES - 1))
@@ -63,7 +63,7 @@ def _resolve(
     if budget > 0:
         # The window: free slots first, then the lowest values, then the first ones, in one number.
         kept = tl.sum((slot[None, :] == found[:, None]).to(tl.int32), axis=0) > 0
-        may_go = (place < slots) & (kept == 0)
+        may_go = (place < usable) & (kept == 0)
         worth = tl.load(value + holds, mask=holds >= 0, other=0) - now
         key = tl.minimum(tl.maximum(worth, -OLDEST), OLDEST) * WINDOW + place
         key = tl.where(may_go, tl.where(holds >= 0, key, FREE + place), NEVER)
@@ -74,7 +74,7 @@ def _resolve(
         given = tl.sum(tl.where(turn[:, None] == rank[None, :], gone[:, None], 0), axis=0)
         tl.store(slot_of + holds, -1, mask=goes & (holds >= 0))
         if whole > 0:
-            tl.store(hand, tl.where(start + advance >= slots, start + advance - slots, start + advance))
+            tl.store(hand, (start + WINDOW) % usable)
         tl.debug_barrier()  # the values of the window have been read
     partial = tl.minimum(budget - whole * PARTS, PARTS)
 
@@ -94,6 +94,8 @@ def _resolve(
     units = tl.where(number == 0, hits, tl.where(number == 1, on_link, on_cpu))
     tl.store(counters + number, counted + tl.where(number == 3, moved, units.to(tl.int64)))
     tl.store(work + layer * 3 + number, units, mask=number < 3)
+    every = tl.arange(0, MOST)
+    tl.store(routed + layer * MOST + every, tl.load(ids + every, mask=every < pairs, other=-1))
 
     # What was decided for the first goes to all that name the same expert.
     told = tl.sum(tl.where(same & leads[:, None], ((mine + 1) * 8 + done)[:, None], 0), axis=0)
@@ -116,9 +118,9 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     pairs = ids.numel()
     _resolve[(1,)](
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work, state.share,
-        state.pace, state.bump, state.part_bytes,
+        state.pace, state.bump, state.part_bytes, state.limit, state.routed,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
-        layer, state.experts, state.slots, pairs, WINDOW % state.slots,
-        PARTS=state.parts, PAIRS=triton.next_power_of_2(pairs), WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
+        layer, state.experts, state.slots, pairs,
+        PARTS=state.parts, PAIRS=triton.next_power_of_2(pairs), MOST=MOST_PAIRS, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
         ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=4,
     )  # fmt: skip

@@ -38,9 +38,13 @@ LAYOUT = Layout(FORMATS["int8"], 32, 160)
 LAYERS = 2
 
 
+Call = tuple[int, int, list[list[int]], int | None]
+"""Layer, share and ids: rows of different experts, or of padding; a new limit before."""
+
+
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[int, int, str, list[tuple[int, int, list[list[int]]]]]:
-    """Experts, slots, policy; for each call layer, share and ids: rows of different experts, or of padding."""
+def calls(draw: st.DrawFn) -> tuple[int, int, str, list[Call]]:
+    """Experts, slots, policy, calls."""
     experts, ranks = draw(st.integers(4, 24)), draw(st.integers(1, 4))
     row = st.one_of(
         st.just([-1] * ranks),
@@ -48,27 +52,36 @@ def calls(draw: st.DrawFn) -> tuple[int, int, str, list[tuple[int, int, list[lis
     )
     rows = st.integers(1, 4).flatmap(lambda count: st.lists(row, min_size=count, max_size=count))
     share = st.one_of(st.sampled_from([0, ONE // 2, ONE]), st.integers(0, ONE))
-    call = st.tuples(st.integers(0, LAYERS - 1), share, rows)
+    slots = draw(st.integers(1, 40))
+    limit = st.one_of(st.none(), st.integers(1, slots))
+    call = st.tuples(st.integers(0, LAYERS - 1), share, rows, limit)
     policy = draw(st.sampled_from(sorted(policies(LAYERS))))
-    return experts, draw(st.integers(1, 40)), policy, draw(st.lists(call, min_size=1, max_size=25))
+    return experts, slots, policy, draw(st.lists(call, min_size=1, max_size=25))
 
 
 @given(calls())
 @settings(max_examples=60, deadline=None)
-def test_every_decision(drawn: tuple[int, int, str, list[tuple[int, int, list[list[int]]]]]) -> None:
+def test_every_decision(drawn: tuple[int, int, str, list[Call]]) -> None:
     experts, slots, policy, sequence = drawn
     state = Residency.create(LAYOUT, LAYERS, experts, slots, DEVICE)
     state.follow(policies(LAYERS)[policy])
     parts = state.parts
-    for layer, share, rows in sequence:
+    limit = slots
+    for layer, share, rows, new_limit in sequence:
+        if new_limit is not None:
+            kept = [slot if slot < new_limit else -1 for slot in state.slot_of.tolist()]
+            state.resize(limit := new_limit)
+            assert state.slot_of.tolist() == kept
         state.share.fill_(share)
         ids, decision = torch.tensor(rows, dtype=torch.int32), Decision.create(len(rows), len(rows[0]), DEVICE)
         before, counters = state.slot_of.tolist(), state.counters.tolist()
         resolve(state, ids, layer, decision)
         after, owner = state.slot_of.tolist(), state.owner.tolist()
 
+        state.check()
         assert all(after[flat] == slot for slot, flat in enumerate(owner) if flat >= 0)  # inverse of each other
         assert all(owner[slot] == flat for flat, slot in enumerate(after) if slot >= 0)
+        assert all(flat < 0 for flat in owner[limit:])
 
         active = {expert for row in rows for expert in row if expert >= 0}
         missing = {expert for expert in active if before[layer * experts + expert] < 0}
@@ -81,7 +94,7 @@ def test_every_decision(drawn: tuple[int, int, str, list[tuple[int, int, list[li
         on_link = sum(some for _, some in brought.values())
         budget = link_parts(len(missing) * parts, share)
         assert on_link <= budget
-        if slots >= len(active):
+        if limit >= len(active):
             assert on_link == budget
         assert sum(some < parts for _, some in brought.values()) <= 1
 
@@ -106,6 +119,39 @@ def test_every_decision(drawn: tuple[int, int, str, list[tuple[int, int, list[li
         assert change[CPU] == len(missing) * parts - on_link
         assert change[BYTES] == sum(LAYOUT.offsets[some] for _, some in brought.values())
         assert state.work[layer].tolist() == change[:3]
+
+
+def test_check_finds_maps_that_disagree() -> None:
+    def made() -> Residency:
+        state = Residency.create(LAYOUT, LAYERS, 8, 6, DEVICE)
+        decide(state, [1, 2, 3])
+        return state
+
+    made().check()
+    for name, place, number in (("slot_of", 1, -1), ("slot_of", 1, 2), ("slot_of", 5, 0), ("owner", 0, 4)):
+        state = made()
+        getattr(state, name)[place] = number
+        with pytest.raises(AssertionError, match="say otherwise"):
+            state.check()
+    state = made()
+    state.limit.fill_(2)
+    with pytest.raises(AssertionError, match="limit of 2"):
+        state.check()
+    for limit in (0, 7):
+        with pytest.raises(ValueError, match=f"1 to 6 slots, not {limit}"):
+            made().resize(limit)
+
+
+def test_a_new_policy_keeps_the_order_of_last_uses() -> None:
+    state = Residency.create(LAYOUT, LAYERS, 16, 4, DEVICE)
+    state.follow(lru(LAYERS))
+    for expert in (3, 1, 2, 0):
+        decide(state, [expert])
+    for policy in (decayed(32), lru(LAYERS), decayed(128)):
+        state.follow(policy)
+        assert sorted(range(4), key=lambda expert: int(state.value[expert])) == [3, 1, 2, 0]
+        assert int(state.value[7]) <= -SPAN
+    assert decide(state, [9]).slot.tolist() == [[0]]  # 3 went
 
 
 @given(st.integers(0, 1024), st.integers(0, ONE))

@@ -22,6 +22,10 @@ HIDDEN, INNER, EXPERTS, LAYERS, RANKS, ROWS = 64, 128, 6, 2, 2, 4
 DEVICE = torch.device("cpu")
 
 
+def room(pool: Pool, slots: int) -> Tensor:
+    return torch.empty(slots + 1, pool.stride, dtype=torch.uint8)
+
+
 class Case:
     """Offloaded experts, and the same ones as plain tensors."""
 
@@ -30,7 +34,7 @@ class Case:
         self.pool = Pool(layout, LAYERS, EXPERTS)
         self.executor = Executor(self.pool, ROWS, RANKS, threads=1)
         self.offloaded = OffloadedExperts(
-            self.pool, self.executor, FakeDriver(), Split(LAYERS, 1.0, 1.0), slots, DEVICE
+            self.pool, self.executor, FakeDriver(), Split(LAYERS, 1.0, 1.0), room(self.pool, slots)
         )
         generator = torch.Generator().manual_seed(3)
         self.layers = []
@@ -213,7 +217,7 @@ class DeadExecutor:
 def test_a_dead_executor_is_an_error(made: Any) -> None:
     pool, executor = made().pool, DeadExecutor(made().executor)
     offloaded = OffloadedExperts(
-        pool, cast(Executor, executor), FakeDriver(), Split(LAYERS, 1.0, 1.0), 2, DEVICE, patience=0.0
+        pool, cast(Executor, executor), FakeDriver(), Split(LAYERS, 1.0, 1.0), room(pool, 2), patience=0.0
     )
     offloaded.fix(0.0)
     offloaded.start()

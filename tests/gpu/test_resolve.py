@@ -54,6 +54,10 @@ def test_the_device_decides_as_the_reference(rows: int, ranks: int, experts: int
             share = torch.tensor([rng.choice((0, ONE, rng.randrange(ONE))) for _ in range(3)], dtype=torch.int32)
             for state in states:
                 state.share.copy_(share)
+        if step % 15 == 9:
+            limit = rng.randrange(1, slots + 1)
+            for state in states:
+                state.resize(limit)
         ids = draw_ids(rng, rows, ranks, experts)
         residency.resolve(states[0], ids, step % 3, decisions[0])
         resolve(states[1], ids, step % 3, decisions[1])
