@@ -7,7 +7,7 @@ another's: no address changes, so that graphs stay valid and what is kept stays 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -17,11 +17,8 @@ from engine.api import PAGE
 from engine.device.driver import DriverError
 from engine.device.memory import DeviceMemory, Sizes
 from engine.device.virtual import Reservation, VirtualMemory
+from engine.memory.resize import DoesNotFit
 from engine.models.model import Manifest
-
-
-class DoesNotFit(ValueError):
-    """Sizes that cannot be had; the text has the numbers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,9 @@ class Shapes:
 
 class Division(Protocol):
     """Device memory that is divided. ``sizes`` may be used now, ``most`` ever; ``budget`` bytes of physical memory are
-    for it, of which it has ``held``."""
+    for it, of which it has ``held``. ``elastic``: what it does not hold, others can have."""
+
+    budget: int
 
     @property
     def sizes(self) -> Sizes: ...
@@ -52,7 +51,7 @@ class Division(Protocol):
     @property
     def shapes(self) -> Shapes: ...
     @property
-    def budget(self) -> int: ...
+    def elastic(self) -> bool: ...
     @property
     def held(self) -> int: ...
 
@@ -63,8 +62,8 @@ class Division(Protocol):
         """Raises DoesNotFit for what could not be had even if nobody else used memory."""
 
     def resize(self, sizes: Sizes) -> None:
-        """At a safe point, when nobody uses what lies beyond the new sizes. All or nothing: raises DoesNotFit, and
-        DriverError where others have the memory."""
+        """At a safe point, when nobody needs what lies beyond the new sizes. All or nothing, but for what was there:
+        raises DoesNotFit, and DriverError where others have the memory."""
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody has."""
@@ -72,6 +71,8 @@ class Division(Protocol):
 
 class Arena:
     """Implements ``Division`` over virtual memory. ``memory``: the tensors, as long as ``most``."""
+
+    elastic = True
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Arena:
 
     def _move(self, sizes: Sizes, spare: list[int]) -> None:
         """What shrinks comes first, for what grows is made of it. Undone in reverse order, each span has the very
-        granules back that it had, with what they hold."""
+        granules back that it had."""
         spans = [(span, getattr(sizes, kind)) for kind, spans in self._spans.items() for span in spans]
         spans.sort(key=lambda one: one[0].needed(one[1]) - one[0].granules)
         done: list[tuple[_Span, int]] = []
@@ -171,6 +172,8 @@ class Arena:
 class FixedArena:
     """Implements ``Division`` without virtual memory: everything was allocated, sizes only say what is used."""
 
+    elastic = False
+
     def __init__(self, memory: DeviceMemory, shapes: Shapes, sizes: Sizes) -> None:
         self.memory, self.shapes, self.sizes, self.most = memory, shapes, sizes, sizes
         self.budget = self.held = sizes.nbytes(shapes.manifest, shapes.dtype, shapes.stride)
@@ -186,7 +189,7 @@ class FixedArena:
         self.sizes = sizes
 
     def free_bytes(self) -> int:
-        """Nothing that would help: no memory is given back."""
+        """None that could be had."""
         return 0
 
 
@@ -229,7 +232,8 @@ class _Span:
     def clear(self, spare: list[int]) -> None:
         """Let go of everything, scratch items too."""
         self.resize(0, spare)
-        self._virtual.unmap(self._address(self._end), len(self._fixed))
+        if self._fixed:
+            self._virtual.unmap(self._address(self._end), len(self._fixed))
         spare += self._fixed
         self._fixed = []
 
@@ -262,9 +266,3 @@ def check_range(sizes: Sizes, most: Sizes, slots: bool) -> None:
 
 def describe(sizes: Sizes) -> str:
     return f"{sizes.slots} slots, {sizes.pages} pages and {sizes.states} states"
-
-
-def changed(sizes: Sizes, slots: int | None = None, pages: int | None = None, states: int | None = None) -> Sizes:
-    """``sizes`` but for what is named."""
-    new = {"slots": slots, "pages": pages, "states": states}
-    return replace(sizes, **{name: value for name, value in new.items() if value is not None})

@@ -6,26 +6,26 @@ from engine.memory.index import Node
 from engine.memory.memory import Memory
 
 
-class InUse(ValueError):
-    """So little is not enough for what runs; the text has the numbers."""
+class DoesNotFit(ValueError):
+    """Sizes that cannot be had; the text has the numbers."""
 
 
 def check_resize(memory: Memory, pages: int, checkpoints: int) -> None:
-    """Whether what runs could go on with so many pages and checkpoints. Raises InUse."""
+    """Whether what runs could go on with so many pages and checkpoints. Raises DoesNotFit."""
     pool, kept = memory.pool, memory.checkpoints
     if pool.held_pages > pages:
-        raise InUse(f"{pages} pages are less than the {pool.held_pages} that running sequences have")
+        raise DoesNotFit(f"{pages} pages are less than the {pool.held_pages} that running sequences have")
     reading = sum(page >= pages for lease in memory.leases if lease.restore is not None for page in lease.table)
     if reading:
-        raise InUse(f"{reading} pages beyond {pages} are being read into; try again when the request has begun")
+        raise DoesNotFit(f"{reading} pages beyond {pages} are being read into; try again when the request has begun")
     beyond = sum(slot >= kept.first + checkpoints for slot in kept.pending)
     if beyond:
-        raise InUse(f"{beyond} checkpoints beyond {checkpoints} are being taken; try again in a step")
+        raise DoesNotFit(f"{beyond} checkpoints beyond {checkpoints} are being taken; try again in a step")
 
 
 def resize(memory: Memory, pages: int, checkpoints: int) -> None:
     """Have so many pages and checkpoint slots. What does not fit any more is evicted, the least valuable first; what
-    lies beyond the new bounds moves below. Raises InUse before anything is touched."""
+    lies beyond the new bounds moves below. Raises DoesNotFit before anything is touched."""
     check_resize(memory, pages, checkpoints)
     pool, nodes = memory.pool, dict[int, Node]()
     while pool.total - pool.free > pages:

@@ -11,7 +11,7 @@ from engine.memory.history import History, Known
 from engine.memory.index import Node
 from engine.memory.keys import common_tokens, encode, page_key, page_keys, root_key
 from engine.memory.memory import Lease, Memory
-from engine.memory.resize import InUse, resize
+from engine.memory.resize import DoesNotFit, resize
 from engine.memory.restore import ALL
 from engine.memory.states import Want
 from engine.sequence import TIP
@@ -70,7 +70,7 @@ def change_size(memory: Memory, store: Bytes, pages: int, checkpoints: int) -> N
     before = memory.pool.total, memory.checkpoints.total, memory.index.pages
     try:
         resize(memory, pages, checkpoints)
-    except InUse:
+    except DoesNotFit:
         assert memory.pool.held_pages > pages
         assert before == (memory.pool.total, memory.checkpoints.total, memory.index.pages)
         return
