@@ -16,8 +16,8 @@ from engine.layers.ops import Batch
 from engine.models.model import Cache, Model
 from engine.runner import Rows
 
-Finish = Callable[[Tensor], Tensor]
-"""What a step makes of its logits [rows, vocab], inside the graph: masks, sampling."""
+Finish = Callable[[Tensor, Tensor], Tensor]
+"""What a step makes of its logits [rows, vocab] for temperatures [rows], inside the graph."""
 
 _WARM_UPS = 2
 
@@ -26,15 +26,15 @@ class Inputs:
     """A batch of one token for each of ``rows`` sequences, in a buffer on the host and its copy on the device."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        sizes = (8 * rows, 4 * rows, 16 * rows, 4 * rows * pages)
+        sizes = (8 * rows, 4 * rows, 16 * rows, 4 * rows * pages, 4 * rows)
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._tokens, self._positions, self._segments, self._table = (
+        self._tokens, self._positions, self._segments, self._table, self._temperatures = (
             view.numpy() for view in _views(self._host, sizes, rows)
         )
         self._tables: list[tuple[int, ...]] = [()] * rows
-        tokens, positions, segments, table = _views(self._device, sizes, rows)
+        tokens, positions, segments, table, self.temperatures = _views(self._device, sizes, rows)
         self.batch = Batch(
             tokens=tokens,
             positions=positions,
@@ -53,6 +53,7 @@ class Inputs:
             self._tokens[row] = part.tokens[0]
             self._positions[row] = part.position
             self._segments[row] = (row, 1, part.position, part.slot)
+            self._temperatures[row] = part.temperature
             table = tuple(part.table)
             if table != self._tables[row]:  # it is long, and mostly the same as in the last step
                 self._table[row] = -1
@@ -61,23 +62,26 @@ class Inputs:
         self._device.copy_(self._host, non_blocking=True)
 
 
-def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, positions, segments, table = torch.split(buffer, list(sizes))
+def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, positions, segments, table, temperatures = torch.split(buffer, list(sizes))
     return (
         tokens.view(torch.int64),
         positions.view(torch.int32),
         segments.view(torch.int32).view(rows, 4),
         table.view(torch.int32).view(rows, -1),
+        temperatures.view(torch.float32),
     )
 
 
 @dataclass
 class Step:
-    """``graph`` is None where the step runs at once. ``out``: what ``finish`` made, on the host."""
+    """``graph`` is None where the step runs at once. ``out``: what ``finish`` made, on the host. ``logits``: on the
+    device, until the next step of any number of sequences."""
 
     inputs: Inputs
     graph: torch.cuda.CUDAGraph | None
     out: Tensor
+    logits: Tensor
 
 
 class DecodeSteps:
@@ -93,6 +97,8 @@ class DecodeSteps:
         self._pages, self._device = pages, device
         self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
         self._steps: dict[int, Step] = {}
+        self._memory: tuple[int, int] | None = None
+        """Of the graphs: one at a time runs, so that they share it."""
 
     def run(self, parts: Sequence[Rows]) -> Tensor:
         """What ``finish`` made, on the host; the next step of as many sequences overwrites it."""
@@ -100,14 +106,15 @@ class DecodeSteps:
         return self.wait(len(parts))
 
     @torch.inference_mode()
-    def launch(self, parts: Sequence[Rows]) -> None:
+    def launch(self, parts: Sequence[Rows]) -> Step:
         """Begin a step; the one before has ended."""
         step = self.prepare(len(parts))
         step.inputs.fill(parts)
         if step.graph is None:
-            step.out = self._forward(step.inputs.batch)
+            step.out, step.logits = self._forward(step.inputs)
         else:
             step.graph.replay()
+        return step
 
     def wait(self, rows: int) -> Tensor:
         """The result of the step of so many sequences that was launched last."""
@@ -123,19 +130,22 @@ class DecodeSteps:
             if self._device.type == "cuda":
                 self._steps[rows] = self._capture(inputs, rows)
             else:
-                self._steps[rows] = Step(inputs, None, torch.empty(0))
+                self._steps[rows] = Step(inputs, None, torch.empty(0), torch.empty(0))
         return self._steps[rows]
 
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)
         for _ in range(_WARM_UPS):
-            out = self._forward(inputs.batch)
+            out, _ = self._forward(inputs)
         torch.cuda.synchronize(self._device)
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            host.copy_(self._forward(inputs.batch), non_blocking=True)
-        return Step(inputs, graph, host)
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            out, logits = self._forward(inputs)
+            host.copy_(out, non_blocking=True)
+        return Step(inputs, graph, host, logits)
 
-    def _forward(self, batch: Batch) -> Tensor:
-        return self._finish(self._model.forward(batch, self._cache))
+    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        logits = self._model.forward(inputs.batch, self._cache)
+        return self._finish(logits, inputs.temperatures), logits

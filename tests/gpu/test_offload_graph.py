@@ -35,7 +35,7 @@ def make() -> Runner:
 
 def test_steps_are_forwards() -> None:
     one, other = make(), make()
-    steps = DecodeSteps(other.model, other.cache, lambda logits: logits, pages=4, scratch=(7, 3), device=CPU)
+    steps = DecodeSteps(other.model, other.cache, lambda logits, _: logits, pages=4, scratch=(7, 3), device=CPU)
     tables: list[list[int]] = [[0, 1], [2]]
     with torch.inference_mode():
         for runner in (one, other):
@@ -58,6 +58,6 @@ def test_steps_are_forwards() -> None:
 )
 def test_what_is_no_decode_step_is_refused(part: Rows) -> None:
     runner = make()
-    steps = DecodeSteps(runner.model, runner.cache, lambda logits: logits, pages=4, scratch=(7, 3), device=CPU)
+    steps = DecodeSteps(runner.model, runner.cache, lambda logits, _: logits, pages=4, scratch=(7, 3), device=CPU)
     with pytest.raises(ValueError, match="one token, no snapshots and at most 4 pages"):
         steps.run([part])
