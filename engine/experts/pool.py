@@ -40,6 +40,11 @@ class Pool:
     def __len__(self) -> int:
         return self.layers * self.experts
 
+    @property
+    def slots(self) -> Tensor:
+        """uint8 [layers * experts, stride]"""
+        return self.tensor[: len(self) * self.stride].view(len(self), self.stride)
+
     def address(self, flat: int) -> int:
         """Of the blob ``flat`` = layer * experts + expert."""
         return self.tensor.data_ptr() + flat * self.stride

@@ -27,9 +27,13 @@ class ResidentExperts:
     @classmethod
     def of_pool(cls, pool: Pool, device: torch.device) -> Self:
         """A copy of all that a pool holds, its layers in order."""
-        experts = cls(pool.layout.format, device)
-        slots = pool.tensor[: pool.layers * pool.experts * pool.stride].view(pool.layers, pool.experts, pool.stride)
-        experts._layers = [(pool.layout, layer.to(device)) for layer in slots]
+        return cls.of_slots(pool.layout, pool.slots.to(device).view(pool.layers, pool.experts, pool.stride))
+
+    @classmethod
+    def of_slots(cls, layout: Layout, slots: Tensor) -> Self:
+        """Over blobs that are on the device already: uint8 [layers, experts, stride]."""
+        experts = cls(layout.format, slots.device)
+        experts._layers = [(layout, layer) for layer in slots]
         return experts
 
     def pack(self, gate_up: Tensor, down: Tensor) -> int:

@@ -1,0 +1,45 @@
+"""The GPU that is served from, if there is one that can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from engine.device.driver import CudaDriver, Driver
+from engine.native.library import find_library, load_library
+from engine.weights.errors import BadConfig
+
+MARGIN = 1 << 30
+"""Bytes of the device that are left to graphs, activations, libraries and whatever else is shown on it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``kind``: what computes, as far as results depend on it. ``gpu``: its name, as a bandwidth profile has it.
+    ``free``: bytes of its memory nobody has. ``driver`` opens the driver; raises DriverError and NativeLibraryError."""
+
+    device: torch.device
+    kind: str
+    gpu: str
+    free: int
+    driver: Callable[[], Driver]
+
+
+def find_machine() -> Machine:
+    """The current CUDA device. Raises BadConfig where it cannot be used."""
+    if not torch.cuda.is_available():
+        raise BadConfig("torch finds no NVIDIA GPU; install its driver and a torch with CUDA, or serve with device cpu")
+    if find_spec("triton") is None:
+        raise BadConfig("the package triton is not installed; `pip install triton`, or serve with device cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device)  # makes the context that the driver needs, and that takes memory
+    free, _ = torch.cuda.mem_get_info(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Machine(device, f"sm_{major}{minor}", torch.cuda.get_device_name(device), free, _cuda_driver)
+
+
+def _cuda_driver() -> Driver:
+    return CudaDriver(load_library(find_library()))

@@ -1,0 +1,113 @@
+"""Runs the model on a device, and hands over what tokens are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.device.graph import DecodeSteps
+from engine.device.reduce import best_of, reduce
+from engine.experts.offload import OffloadedExperts
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE
+from engine.layers.ops import Ops
+from engine.models.model import Cache, Model, Progress, Wait, all_there
+from engine.runner import Rows, Runner
+from engine.sampling import Logits, Row
+
+_WARM_UP = 0, 1
+"""A page and a state that no sequence has yet while steps are prepared."""
+
+
+class DeviceRunner(Runner):
+    """A step of one token for each of up to ``most`` sequences is a graph; any other runs at once.
+
+    ``pages``: of the longest sequence. ``experts``: those that are not all on the device, if any. A step whose experts
+    the CPU did not compute raises ExecutorError, and nothing of it can be used.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        dtype: torch.dtype,
+        cache: Cache,
+        experts: OffloadedExperts | None,
+        *,
+        pages: int,
+        most: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, ops, dtype, cache=cache, device=device)
+        self._experts, self._pages, self._most = experts, pages, most
+        self._steps = DecodeSteps(model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device)
+        self._fetched_rows = self._graphs = 0
+        self._learns = False
+
+    def prepare(self, progress: Progress) -> None:
+        """Capture all graphs. Before any sequence is there."""
+        for rows in range(1, self._most + 1):
+            self._steps.prepare(rows)
+            progress("decode steps", rows, self._most)
+
+    def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
+        wanted = [part.temperature for part in parts if part.logits]
+        decodes = wait is all_there and self._decodes(parts)
+        if decodes:
+            step = self._steps.launch(parts)
+            if self._experts is not None and self._learns:
+                self._experts.learn()  # from the step before, while this one runs
+            reduced, logits = self._steps.wait(len(parts)), step.logits
+            self._graphs += 1
+        else:
+            reduced, logits = self._at_once(parts, wanted, wait)
+        if self._experts is not None:
+            self._experts.after_step()
+        self._learns = decodes
+        return best_of(reduced, wanted, self.model.vocab_size, lambda row: self._fetch(logits, row))
+
+    def gauges(self) -> dict[str, float]:
+        """``experts_*`` count parts of experts since the start. ``layers_*``: what the layers' misses are split into
+        now; a mode that no layer has does not pay."""
+        gauges = {"graph_steps": float(self._graphs), "fetched_rows": float(self._fetched_rows)}
+        if self._experts is None:
+            return gauges
+        residency = self._experts.residency
+        counters, shares = residency.counters.tolist(), residency.share.tolist()
+        only_link, only_cpu = shares.count(ONE), shares.count(0)
+        return gauges | {
+            "expert_slots": float(residency.limit.item()),
+            "experts_hit": float(counters[HITS]),
+            "experts_fetched": float(counters[FETCHED]),
+            "experts_on_cpu": float(counters[CPU]),
+            "experts_fetched_bytes": float(counters[BYTES]),
+            "layers_fetched": float(only_link),
+            "layers_on_cpu": float(only_cpu),
+            "layers_split": float(len(shares) - only_link - only_cpu),
+        }
+
+    def _decodes(self, parts: Sequence[Rows]) -> bool:
+        return len(parts) <= self._most and all(
+            part.logits and len(part.tokens) == 1 and not part.snapshots and len(part.table) <= self._pages
+            for part in parts
+        )
+
+    @torch.inference_mode()
+    def _at_once(self, parts: Sequence[Rows], wanted: Sequence[float], wait: Wait) -> tuple[Tensor, Tensor]:
+        logits = self.forward(parts, wait)
+        reduced = self._finish(logits, torch.tensor(wanted, dtype=torch.float32, device=self.device)).cpu()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return reduced, logits
+
+    def _finish(self, logits: Tensor, temperatures: Tensor) -> Tensor:
+        """The last work of a step."""
+        if self._experts is not None:
+            self._experts.report()
+        return reduce(logits, temperatures)
+
+    def _fetch(self, logits: Tensor, row: int) -> Logits:
+        self._fetched_rows += 1
+        whole: Logits = logits[row].cpu().numpy()
+        return whole
