@@ -2,7 +2,8 @@
 
 Pinned are the places that future prompts are certain to share: the ends of system and tools, the last user messages,
 the place before the assistant's header, and, where the template drops old thinking, the start of the loop since the
-last user message (that is where the next user message will diverge). Everything else competes by priority.
+last user message (that is where the next user message will diverge), and the places where openings have parted before
+(see ``partings``). Everything else competes by priority.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PRIORITIES = {
     "head_end": 100.0,
     "generation_prompt": 95.0,
     "head_part": 90.0,
+    "parting": 90.0,
     "loop_start": 90.0,
     "user_start": 80.0,
     "prompt_end": 60.0,
@@ -74,13 +76,18 @@ def watch_points(watches: Iterable[tuple[tuple[int, ...], BoundaryKind]]) -> tup
 
 
 def anchor_points(
-    length: int, spans: Sequence[Span], probe: Probe, priorities: Mapping[str, float] = PRIORITIES
+    length: int,
+    spans: Sequence[Span],
+    probe: Probe,
+    priorities: Mapping[str, float] = PRIORITIES,
+    partings: Iterable[int] = (),
 ) -> tuple[AnchorPoint, ...]:
     """``length`` of the prompt in tokens, its spans; anchors ascend by position, one per position. ``priorities`` by
-    kind of anchor."""
+    kind of anchor, ``partings`` the positions before which this opening may part from others."""
     named = _best_per_position(
         [
             *_pinned(spans, probe),
+            *(_pin(position, "parting") for position in partings),
             _anchor(length, "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop"),
             *_inner(spans),
         ],

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from sessions.digest import digest
+from sessions.partings import Leads, split
 from sessions.persist import Persist
 from sessions.prior import KINDS, Counts, Divergence
 from sessions.records import RecordError, asleep, changes_of, head_of, pack_value, unpack_value, values_of, wake
@@ -16,8 +17,11 @@ _log = logging.getLogger(__name__)
 
 _HABITS = digest("habits of harnesses")
 """Namespace of what is known about clients, whatever the model."""
+_LEADS = digest("leads of harnesses")
+"""Namespace of what leads to where their openings part, as tokens of one model."""
 RESPONSES = digest("responses")
 """Namespace of responses that are kept: text, and no tokens of a model."""
+_NO_SESSIONS = (_HABITS, _LEADS, RESPONSES)
 _ELSEWHERE = 1 << 17
 """About so many names and keys of other models' sessions are remembered, 100 bytes each."""
 
@@ -47,7 +51,7 @@ class Keeper:
         of the most recently used."""
         found: set[bytes] = set()
         for group, head in reversed(self._persist.heads(b"")) if self._persist else ():
-            if len(found) >= _ELSEWHERE or group.startswith((self.identity, _HABITS, RESPONSES)):
+            if len(found) >= _ELSEWHERE or group.startswith((self.identity, *_NO_SESSIONS)):
                 continue
             found.add(group[len(self.identity) :])
             with contextlib.suppress(RecordError):  # it is looked at again by those whose tokens it has
@@ -93,7 +97,7 @@ class Keeper:
     def forget_all(self) -> int:
         """Whatever is kept, and whose; how many sessions that were."""
         gone = self._persist.drop_all() if self._persist else ()
-        return sum(not group.startswith((_HABITS, RESPONSES)) for group in gone)
+        return sum(not group.startswith(_NO_SESSIONS) for group in gone)
 
     def habits(self) -> dict[str, Counts]:
         """How prompts of each harness diverge."""
@@ -110,12 +114,37 @@ class Keeper:
         if self._persist is not None:
             self._persist.write(_HABITS + digest(harness), pack_value([harness, counts]), {}, used=now, pinned=True)
 
+    def leads(self) -> dict[str, Leads]:
+        """To where the openings of each harness part."""
+        found: dict[str, Leads] = {}
+        for _, head in self._persist.heads(_LEADS) if self._persist else ():
+            try:
+                (harness, identity), packed = unpack_value(head)
+                if identity == self.identity.hex():
+                    found[harness] = split(packed)
+            except (RecordError, TypeError, ValueError) as error:
+                _log.warning("what leads to where openings of a harness part was dropped: %s", error)
+        return found
+
+    def save_leads(self, harness: str, known: Leads, now: float) -> None:
+        if self._persist is not None:
+            head = pack_value([harness, self.identity.hex()], b"".join(known))
+            self._persist.write(self._leads(harness), head, {}, used=now, pinned=True)
+
+    def forget_leads(self, harness: str) -> None:
+        """Without a trace: they are words of somebody's."""
+        if self._persist is not None:
+            self._persist.drop(self._leads(harness), erase=True)
+
     def close(self) -> None:
         if self._persist is not None:
             self._persist.close()
 
     def stats(self) -> dict[str, float]:
         return self._persist.stats() if self._persist else {}
+
+    def _leads(self, harness: str) -> bytes:
+        return _LEADS + digest(self.identity, harness)
 
     def _group(self, session: Session) -> bytes:
         return self.identity + bytes.fromhex(session.id)

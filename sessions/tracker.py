@@ -26,8 +26,9 @@ from sessions.harness import (
 from sessions.idle import Followup, IdleCounts, Prediction, predict
 from sessions.keeper import Keeper
 from sessions.lineage import Lineage, chain
+from sessions.partings import learnt
 from sessions.persist import Persist
-from sessions.prior import Divergence, counted, priorities
+from sessions.prior import counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
 from sessions.visit import Finished, Place, ReuseReport, Visit
 
@@ -79,6 +80,7 @@ class Sessions:
         self._idle = IdleCounts()
         self._keeper = Keeper(persist, family.identity, self._limits)
         self._habits = self._keeper.habits()
+        self._leads = self._keeper.leads()
         self._elsewhere = self._keeper.elsewhere()
         for session in self._keeper.sleeping():
             self._adopt(session)
@@ -113,6 +115,8 @@ class Sessions:
         if session is None or session.namespace != namespace:
             return False
         self._drop(session, erase=True)
+        if self._leads.pop(session.harness, None):  # they may be words of this session
+            self._keeper.forget_leads(session.harness)
         return True
 
     def forget_all(self) -> int:
@@ -121,6 +125,7 @@ class Sessions:
         for session in sessions:
             self._drop(session, erase=True)
         self._habits.clear()
+        self._leads.clear()
         self._elsewhere.clear()
         return max(len(sessions), self._keeper.forget_all())
 
@@ -232,6 +237,7 @@ class Sessions:
             head,
             tuple(keys),
             worth,
+            self._leads.get(harness.name, ()),
             elsewhere,
         )
 
@@ -352,7 +358,7 @@ class Sessions:
             return
         self._wake(session)
         self._idle.asked(session.id, branch.name, done.asked, report.resumed)
-        self._learn(session.harness, report.divergence)
+        self._learn(session.harness, report)
         if done.answered is not None:
             self._keep_answer(session, branch, done, done.answered)
         self._keeper.save(session, branch)
@@ -367,9 +373,12 @@ class Sessions:
             self._lineage.add(session, branch, keys)
         self._weigh(session)
 
-    def _learn(self, harness: str, kind: Divergence) -> None:
-        counts = self._habits[harness] = counted(self._habits.get(harness, {}), kind)
+    def _learn(self, harness: str, report: ReuseReport) -> None:
+        counts = self._habits[harness] = counted(self._habits.get(harness, {}), report.divergence)
         self._keeper.save_habit(harness, counts, self._clock())
+        if report.lead:
+            known = self._leads[harness] = learnt(self._leads.get(harness, ()), report.lead)
+            self._keeper.save_leads(harness, known, self._clock())
 
     def _weigh(self, session: Session) -> None:
         self._tokens += session.tokens - self._weights.get(session.id, 0)

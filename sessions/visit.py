@@ -16,6 +16,7 @@ from sessions.digest import TurnDigest, head_turns, pack, system_digest, tools_d
 from sessions.exact import sampled_turn
 from sessions.harness import Harness, Identity, Kind, Protocol
 from sessions.idle import Followup
+from sessions.partings import Leads, lead, opening, places
 from sessions.prior import Divergence, divergence
 from sessions.session import Branch, Session
 
@@ -33,7 +34,8 @@ class ReuseReport:
     this branch had computed before and had to compute again, be it by a worker that is gone. ``resumed`` is the sum of
     what came from the ``device``, from the ``host``'s memory, from ``disk`` and from a tier that a ``remote`` engine
     does not name. ``explained`` is False where no rule named the cause, which is an error of ours. ``divergence``:
-    where the prompt left what its branch had before."""
+    where the prompt left what its branch had before. ``lead``: what leads to the place where its opening left
+    all that was known, if that is worth remembering (see ``partings``)."""
 
     prompt: int
     resumed: int
@@ -46,6 +48,7 @@ class ReuseReport:
     remote: int = 0
     explained: bool = True
     divergence: Divergence = "append"
+    lead: bytes = b""
 
     def header(self) -> str:
         remote = f"remote={self.remote}, " if self.remote else ""
@@ -59,7 +62,8 @@ class ReuseReport:
 class Place:
     """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
     ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its own
-    entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness.
+    entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness,
+    ``leads`` what leads to where its openings part.
     ``elsewhere``: tokens of another tokenizer or template are remembered of it.
     Session and branch, where they are new, are known to nobody else until the request was accepted."""
 
@@ -74,6 +78,7 @@ class Place:
     head: bytes
     keys: tuple[bytes, ...]
     priorities: Mapping[str, float]
+    leads: Leads = ()
     elsewhere: bool = False
 
     @property
@@ -128,7 +133,8 @@ class Visit:
         """After ``finish``: what the next message of the user will continue."""
 
     def anchors(self, prompt: Prompt) -> tuple[AnchorPoint, ...]:
-        return anchor_points(len(prompt.ids), prompt.spans, self._family.probe, self._place.priorities)
+        partings = places(self._place.leads, self._asked_with(prompt).tokens, opening(prompt.spans))
+        return anchor_points(len(prompt.ids), prompt.spans, self._family.probe, self._place.priorities, partings)
 
     def watches(self) -> tuple[WatchPoint, ...]:
         return watch_points(self._family.watches)
@@ -174,6 +180,7 @@ class Visit:
             remote,
             cause is not None,
             divergence(seen),
+            lead(now.tokens, opening(prompt.spans), resumed, replayed),
         )
 
     def finish(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ ABORT_SECONDS = 5.0
 PRESSES = 3
 
 
+def made_project(path: Path) -> Path:
+    """A repository with one commit."""
+    commit = ("-c", "user.name=ft", "-c", "user.email=ft@localhost", "commit", "--quiet", "--allow-empty")
+    path.mkdir()
+    subprocess.run(["git", "init", "--quiet"], cwd=path, check=True)
+    subprocess.run(["git", *commit, "--message", "Start"], cwd=path, check=True)
+    return path
+
+
 @dataclass(frozen=True)
 class Client:
     """One client with an isolated home, in one project."""
@@ -39,6 +48,10 @@ class Client:
     def start(self, prompt: str) -> str:
         """A new conversation in a process of its own."""
         return self.run(*(part.replace("PROMPT", prompt) for part in self.driver.first))
+
+    def beside(self, name: str) -> Client:
+        """The same user with another project of that name."""
+        return replace(self, project=made_project(self.project.with_name(name)))
 
     def go_on(self, prompt: str) -> str:
         """The next message of that conversation, in a new process."""

@@ -12,7 +12,7 @@ import pytest
 
 from launchers.child_server import ChildServer
 from tests.e2e import scorecard, story
-from tests.e2e.client import E2E, Client
+from tests.e2e.client import E2E, Client, made_project
 from tests.e2e.drivers import DRIVERS, Driver
 from tests.e2e.scorecard import Scorecard
 
@@ -56,12 +56,8 @@ def client(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Client]]:
         def start(name: str, *, lines: str = "", flags: Sequence[str] = ()) -> Client:
             driver = DRIVERS[name]
             check_installed(driver)
-            project = tmp_path / "project"
             (tmp_path / "home").mkdir()
-            project.mkdir()
-            commit = ("-c", "user.name=ft", "-c", "user.email=ft@localhost", "commit", "--quiet", "--allow-empty")
-            subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
-            subprocess.run(["git", *commit, "--message", "Start"], cwd=project, check=True)
+            project = made_project(tmp_path / "project")
             script = tmp_path / "script.jsonl"
             if lines:
                 text = Path(__file__).with_name(lines).read_text(encoding="utf-8").replace("PROJECT", str(project))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.checks import check_counters, check_reuse, check_work
+from sessions.partings import WORTH
+from tests.e2e.checks import PAGE, check_counters, check_reuse, check_work
 from tests.e2e.client import Client
 from tests.e2e.drivers import DRIVERS
 from tests.e2e.scorecard import Scorecard
@@ -116,3 +117,26 @@ def test_compaction(name: str, client: Start, card: Scorecard) -> None:
 
 def branches(requests: list[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(request["session"], request["branch"]) for request in requests if request["kind"] != "side"}
+
+
+def test_what_changes_in_the_opening_is_learnt(client: Start, card: Scorecard) -> None:
+    """Qwen Code writes the state of the repository into the middle of its system text. The first conversation that is
+    gone on with shows where; in the next project, whose text before that place is another one, a checkpoint is there.
+    """
+    first = client("qwen")
+    other = first.beside("another")
+    with card.run(first, "gone on with, first project"):
+        assert replayed_when_gone_on_with(first) > WORTH, first.requests()
+    with card.run(other, "gone on with, next project"):
+        assert replayed_when_gone_on_with(other) < 2 * PAGE, other.requests()
+
+
+def replayed_when_gone_on_with(one: Client) -> int:
+    """In a new process, after the project changed."""
+    (one.project / "QWEN.md").write_text(f"This is about {one.project.name}.\n" * 150, encoding="utf-8")
+    assert ANSWERED in one.start(ASK)
+    before = len(one.requests())
+    (one.project / "new.txt").write_text("new\n", encoding="utf-8")
+    assert ANSWERED in one.go_on(ASK)
+    check_counters(one)
+    return max(request["replayed"] for request in one.requests()[before:] if request["kind"] == "main")
