@@ -163,12 +163,13 @@ class PageIndex:
         del tails[tail], checkpoint.node.checkpoints[offset]
         self.fell(checkpoint.node)
 
-    def evict(self, *, side: bool) -> bool:
-        """Give up the least valuable page that no sequence holds; ``side``: only what side requests left."""
+    def evict(self, *, side: bool, pinned: bool = True) -> bool:
+        """Give up the least valuable page that no sequence holds; ``side``: only what side requests left. ``pinned``:
+        even if a checkpoint on it must be kept."""
         passed: list[Node] = []
         while (victim := self._leaves.pop()) is not None and self._pool.held(victim.page):
             passed.append(victim)
-        if victim is not None and side and not victim.side:
+        if victim is not None and ((side and not victim.side) or (not pinned and _pinned(victim))):
             passed.append(victim)
             victim = None
         for leaf in passed:
@@ -222,9 +223,8 @@ class PageIndex:
 
     def _value(self, leaf: Node) -> tuple[bool, bool, bool, int]:
         """Lowest goes first. On a recurrent model a leaf without a checkpoint cannot be resumed from."""
-        pinned = any(one.must_keep for one in leaf.checkpoints.values())
         useless = self._recurrent and not leaf.checkpoints
-        return not leaf.side, not useless, pinned, leaf.used
+        return not leaf.side, not useless, _pinned(leaf), leaf.used
 
     def _extend(self, node: Node, tokens: bytes, page: int, key: bytes | None) -> Node:
         """A partial page that goes on: same node, more tokens."""
@@ -258,6 +258,10 @@ def _place(parent: Node, tokens: bytes) -> int:
     """Where a page with these tokens stands among its siblings. A page that starts with them stands there, one that
     they start with stands before it: no sibling comes between, as it would contain that one."""
     return bisect_left(parent.children, tokens, key=lambda child: child.tokens)
+
+
+def _pinned(node: Node) -> bool:
+    return any(one.must_keep for one in node.checkpoints.values())
 
 
 def _spot(checkpoint: Checkpoint) -> tuple[dict[bytes, Checkpoint], bytes, int]:

@@ -85,6 +85,8 @@ class Memory:
         self.free_live = list(range(live, ZERO_SLOT, -1))
         self.leases: set[Lease] = set()
         """All that are open."""
+        self.enlarge: Callable[[int], bool] = lambda pages: False
+        """Makes so many pages more at the cost of other things, if it can."""
         self.draining: list[Lease] = []
         """Leases given up while something was still being read into them."""
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -111,8 +113,8 @@ class Memory:
         return resume.plan(self.index, store, self.history, root, tokens, recurrent=self.recurrent, limit=limit)
 
     def fits(self, plan: Plan, tokens: int, *, modest: bool) -> bool:
-        """Whether a sequence of ``tokens`` can be held now, besides those that run. ``modest``: a side or background
-        request, which evicts nothing but what side requests left."""
+        """Whether a sequence of ``tokens`` can be held now, besides those that run, in more pages if need be.
+        ``modest``: a side or background request, which evicts nothing but what side requests left."""
         if not self.free_live:
             return False
         needed = -(-tokens // PAGE) - len(plan.pages)
@@ -120,7 +122,9 @@ class Memory:
         if modest:
             borrowed = sum(1 for node in nodes if node.side and not self.pool.held(node.page))
             return self.pool.free >= needed or self.pool.free + self.index.side_pages() - borrowed >= needed
-        return self.pool.total - self.pool.held_pages - sum(not self.pool.held(node.page) for node in nodes) >= needed
+        held = self.pool.held_pages + sum(not self.pool.held(node.page) for node in nodes)
+        missing = held + needed - self.pool.total
+        return missing <= 0 or self.enlarge(missing)
 
     def open(
         self,
@@ -216,12 +220,17 @@ class Memory:
                 if self.pool.free == 0 and not (self.index.evict(side=True) or self._evict_for_side(lease)):
                     return False
             else:
-                while self.pool.free <= self.reserve and self.index.evict(side=False):
+                while self.pool.free <= self.reserve and self._evict():
                     pass
-                if self.pool.free == 0:
+                if self.pool.free == 0 and not self.enlarge(1):
                     return False
             lease.table.append(self.pool.take())
         return True
+
+    def _evict(self) -> bool:
+        """Rather have more pages than evict what is pinned."""
+        evicted = self.index.evict(side=False, pinned=False)
+        return evicted or self.enlarge(1) or self.index.evict(side=False)
 
     def _evict_for_side(self, lease: Lease) -> bool:
         """What is pinned, or where a turn ended, goes last, and the oldest first."""
