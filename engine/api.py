@@ -262,17 +262,17 @@ class StoreSettings:
 class EngineConfig:
     """Everything a worker needs, fixed at its start.
 
+    ``dtype``: dtype the weights and attention pages are held in (``auto``: as in the checkpoint). ``kv_bytes``: room
+    for attention pages. ``checkpoint_bytes``: room for recurrent-state checkpoints. ``context_length`` 0: the model's.
+    ``kernels``: ``native`` (C++) or ``reference`` (torch twins). ``instruction_set``: ``auto`` or one of the native
+    library's. ``threads`` 0: one per physical core. ``store`` None: state ends with the worker.
+
     ``device``: what the model runs on; ``auto`` takes a GPU if there is one that can be used. The fields after it are
     for GPUs alone. ``experts``: where routed experts are computed. ``device``: on the GPU, which holds all of them; the
     others keep those in host memory and some on the GPU: ``offload`` fetches what is missing, ``cpu`` has the CPU
     compute all, ``hybrid`` does both at once, by a ``split`` that it finds, or by a given share of what is missing that
     is fetched; ``auto`` decides by what was measured of the machine. ``expert_format``: numbers that experts are held
     in; ``auto``: as in the checkpoint. ``gpu_bytes``: memory of the GPU that may be used (0: what is free, less some).
-
-    ``dtype``: dtype the weights and attention pages are held in (``auto``: as in the checkpoint). ``kv_bytes``: room
-    for attention pages. ``checkpoint_bytes``: room for recurrent-state checkpoints. ``context_length`` 0: the model's.
-    ``kernels``: ``native`` (C++) or ``reference`` (torch twins). ``instruction_set``: ``auto`` or one of the native
-    library's. ``threads`` 0: one per physical core. ``store`` None: state ends with the worker.
     """
 
     model: str

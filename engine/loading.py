@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +20,8 @@ from engine.memory.memory import Memory
 from engine.memory.restore import layer_groups
 from engine.memory.store import StateStore
 from engine.models.fields import MOST_CONTEXT, read_config
-from engine.models.model import Progress
-from engine.models.registry import find_architecture
+from engine.models.model import Manifest, Progress
+from engine.models.registry import Architecture, find_architecture
 from engine.native.library import NativeLibraryError
 from engine.native.ops import NativeOps
 from engine.runner import Runner
@@ -27,11 +29,17 @@ from engine.weights.errors import BadConfig
 from engine.weights.fingerprint import fingerprint
 from engine.weights.source import Source
 
+if TYPE_CHECKING:
+    from engine.device.machine import Machine
+
+_log = logging.getLogger(__name__)
+
 OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
 """Given the fingerprint and the bytes of each component of a page and of a state."""
 
 MAX_CHECKPOINTS = 4096
 """Only toy models reach it."""
+_DEFAULTS = EngineConfig("")
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,59 @@ class Engine:
     memory: Memory
 
 
-def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore | None = None) -> Engine:
-    """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served."""
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What is known of a model before its weights are read. ``context``: the longest it is served with."""
+
+    directory: Path
+    raw: Mapping[str, Any]
+    architecture: Architecture
+    context: int
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model that can run. ``kernels`` and ``instruction_set``: what computes."""
+
+    runner: Runner
+    source: Source
+    room: _Room
+    kernels: str
+    instruction_set: str
+
+
+@dataclass(frozen=True)
+class _Room:
+    """How much of what a manifest describes there is room for."""
+
+    pages: int
+    checkpoints: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, manifest: Manifest, dtype: torch.dtype) -> _Room:
+        """Raises BadConfig."""
+        pages = config.kv_bytes // manifest.page_bytes(dtype)
+        if pages < 2:
+            raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(dtype)} bytes")
+        checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
+        return cls(pages, checkpoints)
+
+    def states(self, live: int) -> int:
+        """The state of nothing, those of running sequences, and checkpoints."""
+        return 1 + live + self.checkpoints
+
+    def context(self, longest: int) -> int:
+        return min(longest, (self.pages - 1) * PAGE)
+
+
+def load_engine(
+    config: EngineConfig,
+    progress: Progress,
+    open_store: OpenStore | None = None,
+    machine: Machine | None = None,
+) -> Engine:
+    """Raises CheckpointError for a checkpoint, or a configuration, that cannot be served. ``machine``: the device to
+    serve from, where the configuration wants one; None: whatever is there."""
     _check(config)
     directory = Path(config.model)
     raw = read_config(directory)
@@ -50,55 +109,98 @@ def load_engine(config: EngineConfig, progress: Progress, open_store: OpenStore 
     context = config.context_length or architecture.context
     if context > architecture.context:
         raise BadConfig(f"context_length {context} is above the model's {architecture.context}; lower it")
-    ops, instruction_set = make_ops(config)
+    checkpoint = _Checkpoint(directory, raw, architecture, context)
     progress("weights", 0, 1)
-    source = Source(directory, config.dtype)
-    model = architecture.build(Loader(source, ops), context, progress)
+    built = _on_device(config, checkpoint, machine, progress) or _on_cpu(config, checkpoint, progress)
+    return _engine(config, checkpoint, built, progress, open_store)
+
+
+def _engine(
+    config: EngineConfig, checkpoint: _Checkpoint, built: _Built, progress: Progress, open_store: OpenStore | None
+) -> Engine:
     progress("fingerprint", 0, 1)
+    source, room, manifest = built.source, built.room, built.runner.model.manifest
     dtype = str(source.dtype).removeprefix("torch.")
-    identity = fingerprint(directory, source.shards, raw, dtype, config.kernels, instruction_set)
-    manifest = model.manifest
-    pages = config.kv_bytes // manifest.page_bytes(source.dtype)
-    if pages < 2:
-        raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(source.dtype)} bytes")
-    checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
-    live = config.max_sequences
-    size = pages * manifest.page_bytes(source.dtype) + (1 + live + checkpoints) * manifest.slot_bytes
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
-    if size > machine:
-        raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
-    try:
-        runner = Runner(model, ops, source.dtype, pages=pages, slots=1 + live + checkpoints)
-    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for it
-        raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
+    identity = fingerprint(
+        checkpoint.directory, source.shards, checkpoint.raw, dtype, built.kernels, built.instruction_set
+    )
     store = None
     if open_store is not None:
         progress("store", 0, 1)
         store = open_store(identity, manifest.page_components(source.dtype), manifest.state_components)
     memory = Memory(
-        runner,
+        built.runner.mover,
         identity,
-        pages=pages,
-        live=live,
-        checkpoints=checkpoints,
+        pages=room.pages,
+        live=config.max_sequences,
+        checkpoints=room.checkpoints,
         recurrent=bool(manifest.recurrent),
         store=store,
         groups=layer_groups(manifest.page_layers, manifest.state_layers),
     )
     info = ModelInfo(
-        path=str(directory),
-        architecture=architecture.name,
+        path=str(checkpoint.directory),
+        architecture=checkpoint.architecture.name,
         fingerprint=identity,
-        vocab_size=model.vocab_size,
-        context_length=min(context, (pages - 1) * PAGE),
+        vocab_size=built.runner.model.vocab_size,
+        context_length=room.context(checkpoint.context),
         recurrent=bool(manifest.recurrent),
-        max_sequences=live,
-        instruction_set=instruction_set,
+        max_sequences=config.max_sequences,
+        instruction_set=built.instruction_set,
         dtype=dtype,
         incarnation=uuid.uuid4().hex,
     )
-    return Engine(info, runner, memory)
+    return Engine(info, built.runner, memory)
+
+
+def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -> _Built:
+    ops, instruction_set = make_ops(config)
+    source = Source(checkpoint.directory, config.dtype)
+    model = checkpoint.architecture.build(Loader(source, ops), checkpoint.context, progress)
+    manifest, live = model.manifest, config.max_sequences
+    room = _Room.of(config, manifest, source.dtype)
+    size = room.pages * manifest.page_bytes(source.dtype) + room.states(live) * manifest.slot_bytes
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
+    if size > machine:
+        raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
+    try:
+        runner = Runner(model, ops, source.dtype, pages=room.pages, slots=room.states(live))
+    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for it
+        raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
+    return _Built(runner, source, room, config.kernels, instruction_set)
+
+
+def _on_device(
+    config: EngineConfig, checkpoint: _Checkpoint, machine: Machine | None, progress: Progress
+) -> _Built | None:
+    """None where the CPU is to serve."""
+    if config.device == "cpu":
+        for name in ("experts", "expert_format", "gpu_bytes", "split"):
+            if (value := getattr(config, name)) != getattr(_DEFAULTS, name):
+                raise BadConfig(f"{name} {value} is for serving from a GPU; choose device cuda, or drop it")
+        return None
+    from engine.device.machine import find_machine
+    from engine.device.outline import outline
+    from engine.device.plan import make_plan
+
+    try:
+        machine = machine or find_machine()
+        architecture, context = checkpoint.architecture, checkpoint.context
+        what = outline(checkpoint.directory, config.dtype, architecture, context)
+        room = _Room.of(config, what.manifest, what.dtype)
+        plan = make_plan(config, what, machine, room.pages, room.states(config.max_sequences))
+    except BadConfig as error:
+        if config.device == "auto":
+            _log.warning("serving from the CPU: %s", error)
+            return None
+        raise
+    from engine.device.load import load_runner  # Triton, which a machine without a GPU need not have
+
+    source = Source(checkpoint.directory, config.dtype)
+    pages = -(-room.context(context) // PAGE) + 1
+    runner = load_runner(config, architecture, source, context, pages, plan, machine, progress)
+    return _Built(runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}")
 
 
 def _check(config: EngineConfig) -> None:
@@ -111,6 +213,8 @@ def _check(config: EngineConfig) -> None:
         ("max_sequences", config.max_sequences, 1, 1 << 12),
         ("chunk_tokens", config.chunk_tokens, 1, 1 << 20),
         ("queue", config.queue, 1, 1 << 20),
+        ("gpu_bytes", config.gpu_bytes, 0, 1 << 60),
+        ("split", config.split or 0, 0, 1),
     ):
         if not least <= value <= most:
             raise BadConfig(f"{name} {value} is not from {least} to {most}; change it")

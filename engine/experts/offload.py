@@ -16,7 +16,8 @@ from engine.device.driver import Driver
 from engine.device.watchdog import PATIENCE, Watchdog
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
-from engine.experts.residency import Decision, Residency
+from engine.experts.replay import Chooser
+from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels.resolve import resolve
@@ -50,8 +51,10 @@ class OffloadedExperts:
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
         pinned = device.type == "cuda"
         self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
+        self._routed = torch.full((pool.layers, MOST_PAIRS), -1, dtype=torch.int32, pin_memory=pinned)
         self._shares = torch.zeros(pool.layers, dtype=torch.int32, pin_memory=pinned)
-        self._learnt_from = executor.times, self._work.numpy()
+        self._learnt_from = executor.times, self._work.numpy(), self._routed.numpy()
+        self._chooser = Chooser(pool.layers, pool.experts, self.residency.slots)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self._mailbox = self._pool = 0
         self._packed = 0
@@ -64,17 +67,21 @@ class OffloadedExperts:
             self.pool.put(layer, expert, gate_up[expert], down[expert])
         return layer
 
-    def start(self) -> None:
-        """Map pool and mailbox for the device: filled memory is pinned several times faster. Raises DriverError."""
+    def start(self, fetches: bool = True) -> None:
+        """Map pool and mailbox for the device: filled memory is pinned several times faster. Without ``fetches`` the
+        pool is left alone, and the split stays fixed at 0. Raises DriverError."""
         self._share()
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
-        self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
+        if fetches:
+            self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
 
     def close(self) -> None:
         """Nothing may be running on the device. Pool and executor stay."""
         self._watchdog.close()
-        self._driver.unregister(self.pool.address(0))
-        self._driver.unregister(self.executor.mailbox.data_ptr())
+        if self._pool:
+            self._driver.unregister(self.pool.address(0))
+        if self._mailbox:
+            self._driver.unregister(self.executor.mailbox.data_ptr())
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """As ``Ops.experts``; -1 in ids stands for no expert."""
@@ -95,16 +102,25 @@ class OffloadedExperts:
     def report(self) -> None:
         """The last work of a step on the device: tells the host what was done where."""
         self._work.copy_(self.residency.work, non_blocking=True)
+        self._routed.copy_(self.residency.routed, non_blocking=True)
 
     def after_step(self) -> None:
         """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
         self._watchdog.check()
-        self._learnt_from = self.executor.times.copy(), self._work.numpy().copy()
+        self._learnt_from = self.executor.times.copy(), self._work.numpy().copy(), self._routed.numpy().copy()
 
     def learn(self) -> None:
-        """From the step that ended last, how to split those after the one that runs."""
-        if self._split.update(*self._learnt_from):
+        """From the step that ended last: how to split those after the one that runs, and which experts to keep."""
+        times, work, routed = self._learnt_from
+        if self._split.update(times, work):
             self._share()
+        if self._chooser.step(routed):
+            self.residency.follow(self._chooser.policy)
+
+    def resize(self, limit: int) -> None:
+        """Use only the first ``limit`` slots, as ``Residency.resize``: in the order of the stream."""
+        self.residency.resize(limit)
+        self._chooser = Chooser(self.pool.layers, self.pool.experts, limit, self._chooser.policy)
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         layout, box = self.pool.layout, self.executor.layout

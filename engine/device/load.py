@@ -1,0 +1,114 @@
+"""A model on a device: dense weights, pages and states there, experts wherever they fit. Imports Triton."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Any
+
+from torch import Tensor
+
+from engine.api import EngineConfig
+from engine.device.driver import DriverError
+from engine.device.machine import Machine
+from engine.device.memory import DeviceMemory, allocate
+from engine.device.plan import Plan
+from engine.device.runner import DeviceRunner
+from engine.experts.executor import Executor
+from engine.experts.offload import OffloadedExperts
+from engine.experts.pool import Pool
+from engine.experts.split import Split
+from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.resident import ResidentExperts
+from engine.layers.loader import Loader
+from engine.models.model import Progress
+from engine.models.registry import Architecture
+from engine.native.library import NativeLibraryError
+from engine.weights.errors import BadConfig
+from engine.weights.source import Source
+
+_log = logging.getLogger(__name__)
+
+
+class _Filling:
+    """Implements ``DeviceExperts``: takes the experts of one layer after the other into a pool. What computes with
+    them, ``then``, is known when all are there."""
+
+    then: DeviceExperts
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._layers = pool, 0
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        layer, self._layers = self._layers, self._layers + 1
+        self._pool.put_layer(layer, gate_up, down)
+        return layer
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        return self.then.run(x, ids, weights, layer)
+
+
+def load_runner(
+    config: EngineConfig,
+    architecture: Architecture,
+    source: Source,
+    context: int,
+    pages: int,
+    plan: Plan,
+    machine: Machine,
+    progress: Progress,
+) -> DeviceRunner:
+    """``context`` tokens of ``pages`` pages at the most. Raises CheckpointError."""
+    what, device = plan.outline, machine.device
+    try:
+        pool = Pool(plan.layout, what.layers, what.experts)
+        filling = _Filling(pool)
+        ops = DeviceOps(filling, device)
+        model = architecture.build(Loader(source, ops, device), context, progress)
+        memory = allocate(what.manifest, what.dtype, plan.stride, plan.sizes, device)
+    except (RuntimeError, MemoryError, ValueError) as error:  # torch has no error of its own for memory
+        raise BadConfig(f"the model cannot be loaded: {error}") from error
+    offloaded: OffloadedExperts | None = None
+    if plan.mode == "device":
+        memory.slots[: len(pool)].copy_(pool.slots)
+        filling.then = ResidentExperts.of_slots(
+            plan.layout, memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
+        )
+    else:
+        filling.then = offloaded = _offload(config, plan, pool, memory, machine, progress)
+    runner = DeviceRunner(
+        model, ops, what.dtype, memory.cache, offloaded, pages=pages, most=min(plan.rows, config.max_sequences),
+        device=device,
+    )  # fmt: skip
+    runner.prepare(progress)
+    _log.info("%s: %s", machine.gpu, plan.told())
+    return runner
+
+
+def _offload(
+    config: EngineConfig, plan: Plan, pool: Pool, memory: DeviceMemory, machine: Machine, progress: Progress
+) -> OffloadedExperts:
+    progress("pinning experts", 0, 1)
+    part = plan.layout.nbytes / plan.layout.parts
+    costs = (1e9 * part / plan.rates.cpu, 1e9 * part / plan.rates.link) if plan.rates else (1.0, 1.0)
+    split = Split(pool.layers, *costs)
+    share = {"offload": 1.0, "cpu": 0.0}.get(plan.mode, config.split)
+    if share is not None:
+        split.fix(share)
+    try:
+        executor = Executor(pool, plan.rows, plan.outline.top_k, config.threads, instruction_set=config.instruction_set)
+        experts = OffloadedExperts(pool, executor, machine.driver(), split, memory.slots)
+    except (NativeLibraryError, DriverError) as error:
+        raise BadConfig(str(error)) from error
+    try:
+        experts.start(fetches=plan.mode != "cpu")
+    except DriverError as error:
+        experts.close()
+        executor.close()
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "not limited" if soft == resource.RLIM_INFINITY else f"limited to {soft} bytes"
+        raise BadConfig(
+            f"{pool.nbytes} bytes of experts in host memory cannot be pinned for the device ({error}); locked memory "
+            f"is {limit} here (RLIMIT_MEMLOCK, `ulimit -l`): raise that, or choose experts cpu, which pins none of them"
+        ) from error
+    return experts

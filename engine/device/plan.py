@@ -1,0 +1,123 @@
+"""What goes where on a device, decided before anything of the model is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from engine.api import EngineConfig
+from engine.bandwidth_profile import Profile, ProfileError, default_profile, machine_name
+from engine.device.auto import Load, Mode, Rates, choose
+from engine.device.machine import MARGIN, Machine
+from engine.device.memory import Sizes
+from engine.device.outline import Outline
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.pool import STRIDE
+from engine.experts.residency import MOST_PAIRS
+from engine.weights.errors import BadConfig
+
+ROWS = 16
+"""Most sequences of one decode step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``budget``: bytes of the device, of which the dense weights take ``outline.dense``. ``sizes`` are of what is
+    beside those. ``rates`` of the machine, if they are known. ``why``: the mode was chosen, in words; "" if it was
+    asked for."""
+
+    outline: Outline
+    layout: Layout
+    stride: int
+    mode: Mode
+    why: str
+    budget: int
+    sizes: Sizes
+    rates: Rates | None
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.outline.layers * self.outline.experts * self.stride
+
+    @property
+    def rows(self) -> int:
+        """Most sequences of one decode step."""
+        return max(1, min(ROWS, MOST_PAIRS // self.outline.top_k))
+
+    def told(self) -> str:
+        what, sizes = self.outline, self.sizes
+        held = f"{sizes.slots} of {what.layers * what.experts} experts ({self.layout.format.name})"
+        return (
+            f"experts: {self.mode}{f', for {self.why}' if self.why else ''}; of {self.budget / 1e9:.2f} GB on the "
+            f"device, dense weights take {what.dense / 1e9:.2f}, {held} {(sizes.slots + 1) * self.stride / 1e9:.2f}, "
+            f"{sizes.pages} pages {sizes.pages * what.manifest.page_bytes(what.dtype) / 1e9:.2f} and {sizes.states} "
+            f"states {sizes.states * what.manifest.slot_bytes / 1e9:.2f}"
+        )
+
+
+def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int, states: int) -> Plan:
+    """``pages`` and ``states`` are as many as the configuration wants. Raises BadConfig, with the numbers."""
+    if config.kernels != "native" or not what.layers:
+        cannot = f"kernels {config.kernels} are" if what.layers else "models without routed experts are"
+        raise BadConfig(f"{cannot} not served from a device; serve with device cpu")
+    layout = _layout(config, what)
+    stride = -(-layout.nbytes // STRIDE) * STRIDE
+    count = what.layers * what.experts
+    pool = count * stride
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pool > host:
+        raise BadConfig(
+            f"experts in {layout.format.name} take {pool} bytes of host memory, and this machine has {host}; choose an "
+            "expert_format that takes less"
+        )
+    if config.gpu_bytes > machine.free:
+        raise BadConfig(f"gpu_bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
+    budget = config.gpu_bytes or machine.free - MARGIN
+    fixed = what.dense + pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
+    slots = (budget - fixed) // stride - 1
+    if slots < 1:
+        raise BadConfig(
+            f"of {budget} bytes on {machine.gpu}, dense weights take {what.dense}, and pages (kv_bytes) and states "
+            f"(checkpoint_bytes, max_sequences) {fixed - what.dense}; what is left has no room for two experts of "
+            f"{stride} bytes; lower those, or raise gpu_bytes"
+        )
+    rates = _rates(layout.format.name, machine)
+    mode, why = _mode(config, Load(
+        layers=what.layers, dense=what.dense, routed=what.layers * what.top_k * layout.nbytes, pool=pool,
+        room=slots * stride,
+    ), rates)  # fmt: skip
+    if mode == "device" and slots < count:
+        raise BadConfig(
+            f"experts device: {count} experts take {pool} bytes, and {slots * stride} of gpu_bytes {budget} are left "
+            "for them; choose experts hybrid or offload, or an expert_format that takes less"
+        )
+    slots = 1 if mode == "cpu" else min(slots, count)
+    return Plan(what, layout, stride, mode, why, budget, Sizes(slots, pages, states), rates)
+
+
+def _layout(config: EngineConfig, what: Outline) -> Layout:
+    name: str = config.expert_format
+    if name == "auto":
+        if what.dtype.itemsize > 2:
+            raise BadConfig("experts are not served from a device in float32; choose dtype bfloat16 or expert_format")
+        name = "bf16"
+    try:
+        return Layout(FORMATS[name], what.hidden, what.inner)
+    except ValueError as error:
+        raise BadConfig(f"these experts cannot be served from a device: {error}; serve with device cpu") from error
+
+
+def _mode(config: EngineConfig, load: Load, rates: Rates | None) -> tuple[Mode, str]:
+    if config.split is not None and config.experts != "hybrid":
+        raise BadConfig(f"a split of {config.split:g} is for experts hybrid, not {config.experts}; drop one of the two")
+    if config.experts != "auto":
+        return config.experts, ""
+    choice = choose(load, rates)
+    return choice.mode, choice.why
+
+
+def _rates(format: str, machine: Machine) -> Rates | None:
+    try:
+        return Rates.of(Profile(default_profile()).rates(machine_name(machine.gpu)), format)
+    except ProfileError as error:
+        raise BadConfig(str(error)) from error
