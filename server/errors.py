@@ -108,13 +108,15 @@ class ApiError(Exception):
         return cls.from_engine(error.kind, error.message)
 
     @classmethod
-    def prompt_too_long(cls, prompt: int, limit: int) -> ApiError:
-        """Counts in tokens. The first text starts Claude Code's own recovery, the second that of OpenAI's clients."""
+    def prompt_too_long(cls, prompt: int, limit: int, *, counted: bool = True) -> ApiError:
+        """Counts in tokens. The first text starts Claude Code's own recovery, the second that of OpenAI's clients.
+        ``counted`` False: the prompt has that many at least, nobody counted them all."""
+        length = f"{prompt} tokens" if counted else f"at least {prompt} tokens"
         return cls(
             "context",
-            f"prompt is too long: {prompt} tokens > {limit} maximum",
+            f"prompt is too long: {length} > {limit} maximum",
             openai_message=f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt} tokens. Please reduce the length of the messages.",
+            f"{length}. Please reduce the length of the messages.",
         )
 
     @classmethod

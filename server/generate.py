@@ -166,7 +166,7 @@ async def render(
     def work() -> Prompt:
         least = state.family.least_tokens(conversation)
         if least > most:
-            raise ApiError.prompt_too_long(least, most)
+            raise ApiError.prompt_too_long(least, most, counted=False)
         return state.family.render(conversation, thinking=thinking, effort=effort)
 
     try:

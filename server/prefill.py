@@ -36,7 +36,7 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
     def work() -> Opening:
         least = state.family.least_tokens(visit.conversation)
         if least > most:
-            raise ApiError.prompt_too_long(least, most)
+            raise ApiError.prompt_too_long(least, most, counted=False)
         return opening(state.family, visit.conversation, options.thinking, options.effort)
 
     try:

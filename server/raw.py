@@ -24,7 +24,7 @@ async def raw_prompt(state: ServerState, source: str | tuple[int, ...], vocabula
     if isinstance(source, tuple):
         ids = source
     elif (least := tokenizer.least_tokens([source])) > most:
-        raise ApiError.prompt_too_long(least, most)
+        raise ApiError.prompt_too_long(least, most, counted=False)
     else:
         ids = await to_thread.run_sync(tokenizer.encode_start, source, True, limiter=state.render_limiter)
     if not ids:

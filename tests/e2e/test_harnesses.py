@@ -125,9 +125,9 @@ def test_what_changes_in_the_opening_is_learnt(client: Start, card: Scorecard) -
     """
     first = client("qwen")
     other = first.beside("another")
-    with card.run(first, "gone on with, first project"):
+    with card.run(first, "resume after changes, first project"):
         assert replayed_when_gone_on_with(first) > WORTH, first.requests()
-    with card.run(other, "gone on with, next project"):
+    with card.run(other, "resume after changes, next project"):
         assert replayed_when_gone_on_with(other) < 2 * PAGE, other.requests()
 
 
