@@ -80,7 +80,6 @@ def pointwise(rows: int) -> Run:
         decay, beta = ops.gdn_gates(a, b, bias, bias)
         return {
             "rms_norm": ops.rms_norm(x, weight, 1e-6, 1.0),
-            "add_rms_norm": torch.cat(ops.add_rms_norm(x, gate, weight, 1e-6, 1.0)),
             "gated_rms_norm": ops.gated_rms_norm(heads, heads.flip(0).contiguous(), norm, 1e-6),
             "silu_mul": ops.silu_mul(torch.cat((x, gate), 1)),
             "sigmoid_mul": ops.sigmoid_mul(x, gate),

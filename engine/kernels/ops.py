@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels import attention, linear, pointwise, recurrent
 from engine.kernels.linear import DeviceWeight
+from engine.layers.composed import Composed
 from engine.layers.ops import Batch
 from engine.layers.rope_table import rope_table
 
@@ -27,7 +28,7 @@ class DeviceExperts(Protocol):
         """As ``Ops.experts``; ``layer`` is what ``pack`` gave. Rows whose ids are -1 give zero."""
 
 
-class DeviceOps:
+class DeviceOps(Composed):
     """Implements ``engine.layers.ops.Ops`` for tensors on ``device``; shapes and meanings are documented there.
 
     A row's result does not depend on the other rows of a call of up to 16 rows. Linear layers of more rows are matrix
@@ -55,11 +56,6 @@ class DeviceOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return pointwise.rms_norm(x, None, weight, eps, offset)
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        return pointwise.add_rms_norm(x, delta, weight, eps, offset)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return pointwise.rms_norm(x, gate, weight, eps, 0.0)

@@ -7,52 +7,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import begin, launch, wait
+
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _rms_norm(
-    x, delta, gate, weight, sums, out, heads, dim, x_row, x_head, delta_row, gate_row, gate_head, eps, offset,
-    ADDED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    x, gate, weight, out, heads, dim, x_row, x_head, gate_row, gate_head, eps, offset,
+    GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     program, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    row, head, at, here = program // heads, program % heads, program * dim + column, column < dim
+    row, head, here = program // heads, program % heads, column < dim
+    wait()
     values = tl.load(x + row * x_row + head * x_head + column, mask=here, other=0.0)
-    if ADDED:
-        values += tl.load(delta + row * delta_row + column, mask=here, other=0.0)
-        tl.store(sums + at, values, mask=here)
     scale = 1.0 / tl.sqrt(tl.sum(values * values) / dim + eps)
     result = values * scale * (offset + tl.load(weight + column, mask=here, other=0.0))
     if GATED:
         gates = tl.load(gate + row * gate_row + head * gate_head + column, mask=here, other=0.0)
-        result *= gates * _sigmoid(gates)
-    tl.store(out + at, result, mask=here)
+        result *= gates * sigmoid(gates)
+    tl.store(out + program * dim + column, result, mask=here)
 
 
 def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    return _norm(x, None, x if gate is None else gate, weight, eps, offset, gated=gate is not None)[1]
-
-
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    return _norm(x, delta, x, weight, eps, offset, gated=False)
-
-
-def _norm(
-    x: Tensor, delta: Tensor | None, gate: Tensor, weight: Tensor, eps: float, offset: float, gated: bool
-) -> tuple[Tensor, Tensor]:
-    """x + delta, and it normalised."""
     out, dim, block = x.new_empty(x.shape), x.shape[-1], triton.next_power_of_2(x.shape[-1])
-    sums = out if delta is None else torch.empty_like(out)
+    other = x if gate is None else gate
     if x.numel():
-        _rms_norm[(x.numel() // dim,)](
-            x, x if delta is None else delta, gate, weight, sums, out, x.shape[1] if x.dim() == 3 else 1, dim,
-            *_strides(x), x.stride(0) if delta is None else delta.stride(0), *_strides(gate), eps, offset,
-            ADDED=delta is not None, GATED=gated, BLOCK=block, num_warps=warps(block),
+        launch(
+            _rms_norm, (x.numel() // dim,),
+            x, other, weight, out, x.shape[1] if x.dim() == 3 else 1, dim, *_strides(x), *_strides(other), eps, offset,
+            GATED=gate is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
-    return sums, out
+    return out
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -65,11 +55,13 @@ def _gated(
     x, gate, base, out, width, dim, x_row, gate_row, gate_head, base_row,
     WIDE: tl.constexpr, SILU: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
+    wait()
     where = column // dim * gate_head + column % dim if WIDE else column * 0
     gates = tl.load(gate + row * gate_row + where, mask=here, other=0.0)
-    result = tl.load(x + row * x_row + column, mask=here, other=0.0) * _sigmoid(gates)
+    result = tl.load(x + row * x_row + column, mask=here, other=0.0) * sigmoid(gates)
     if SILU:
         result *= gates
     if ADDED:
@@ -93,7 +85,8 @@ def _gate(x: Tensor, gate: Tensor, base: Tensor | None = None, silu: bool = Fals
     width = x[0].numel() if rows else 0
     block = min(1024, triton.next_power_of_2(max(1, width)))
     if out.numel():
-        _gated[(rows, triton.cdiv(width, block))](
+        launch(
+            _gated, (rows, triton.cdiv(width, block)),
             x, gate, x if base is None else base, out, width, dim, x.stride(0), *_strides(gate),
             x.stride(0) if base is None else base.stride(0),
             WIDE=gate.shape == x.shape, SILU=silu, ADDED=base is not None, BLOCK=block, num_warps=warps(block),
@@ -102,35 +95,44 @@ def _gate(x: Tensor, gate: Tensor, base: Tensor | None = None, silu: bool = Fals
 
 
 @triton.jit
-def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, a_row, b_row, BLOCK: tl.constexpr):
-    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    here, at = head < heads, row * heads + head
-    x = tl.load(a + row * a_row + head, mask=here, other=0.0) + tl.load(dt_bias + head, mask=here, other=0.0)
-    # log(1 + e), exact for small e too: the rounding of 1 + e is divided out again (Kahan).
+def softplus(x):
+    """log(1 + e^x), exact for small e^x too: the rounding of 1 + e^x is divided out again (Kahan)."""
     small = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + small
-    softplus = tl.where(above == 1.0, small, tl.log(above) * small / tl.where(above == 1.0, 1.0, above - 1.0))
-    softplus = tl.where(x > 20.0, x, softplus)
+    result = tl.where(above == 1.0, small, tl.log(above) * small / tl.where(above == 1.0, 1.0, above - 1.0))
+    return tl.where(x > 20.0, x, result)
+
+
+@triton.jit
+def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, a_row, b_row, BLOCK: tl.constexpr):
+    begin()
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    here, at = head < heads, row * heads + head
+    wait()
+    x = tl.load(a + row * a_row + head, mask=here, other=0.0) + tl.load(dt_bias + head, mask=here, other=0.0)
     rate = tl.exp(tl.load(a_log + head, mask=here, other=0.0))
-    tl.store(decay + at, -rate * softplus, mask=here)
-    tl.store(beta + at, _sigmoid(tl.load(b + row * b_row + head, mask=here, other=0.0)), mask=here)
+    tl.store(decay + at, -rate * softplus(x), mask=here)
+    tl.store(beta + at, sigmoid(tl.load(b + row * b_row + head, mask=here, other=0.0)), mask=here)
 
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     (rows, heads), decay, beta = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
     block = triton.next_power_of_2(heads)
     if rows:
-        _gdn_gates[(rows,)](
-            a, b, a_log, dt_bias, decay, beta, heads, a.stride(0), b.stride(0), BLOCK=block, num_warps=warps(block)
-        )
+        launch(
+            _gdn_gates, (rows,),
+            a, b, a_log, dt_bias, decay, beta, heads, a.stride(0), b.stride(0), BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
     return decay, beta
 
 
 @triton.jit
 def _rope(x, positions, table, heads, head_dim, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, HEADS), tl.arange(0, HALF)
     here = (head < heads)[:, None] & (i < half)[None, :]
+    wait()
     angle = table + (tl.load(positions + row).to(tl.int64) * half + i) * 2
     cos = tl.load(angle, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angle + 1, mask=i < half, other=0.0)[None, :]
@@ -144,7 +146,8 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
     rows, heads, head_dim = x.shape
     half = table.shape[1]
     if x.numel():
-        _rope[(rows,)](
+        launch(
+            _rope, (rows,),
             x, positions, table, heads, head_dim, half,
             HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half),
         )  # fmt: skip
@@ -154,24 +157,26 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
 def _route(
     logits, ids, weights, experts, k, logits_row, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     expert, rank = tl.arange(0, EXPERTS), tl.arange(0, K)
+    wait()
     values = tl.load(logits + row * logits_row + expert, mask=expert < experts, other=float("-inf"))
     values = tl.exp(values - tl.max(values))
     every = tl.sum(values)
-    left = tl.where(expert < experts, values / every, -1.0)
+    # Numbers that are not negative are in the order of their bits, and maxima of integers are one instruction.
+    left = tl.where(expert < experts, (values / every).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     chosen, share, total = tl.zeros((K,), tl.int32), tl.zeros((K,), tl.float32), 0.0
     for turn in range(k):
         best = tl.max(left)
-        # The lowest of equals; where there is none, because of a NaN, still an expert.
-        winner = tl.min(tl.where(left == best, expert, experts - 1))
+        winner = tl.min(tl.where(left == best, expert, experts - 1))  # the lowest of equals
         chosen = tl.where(rank == turn, winner, chosen)
-        share = tl.where(rank == turn, best, share)
-        total += best
-        left = tl.where(expert == winner, -1.0, left)
+        share = tl.where(rank == turn, best.to(tl.float32, bitcast=True), share)
+        total += best.to(tl.float32, bitcast=True)
+        left = tl.where(expert == winner, -1, left)
     if RENORMALIZE:
         share /= total
-    share += 0.0 * every  # a NaN, which max passes over, reaches all weights
+    share += 0.0 * every  # a NaN reaches all weights
     tl.store(ids + row * k + rank, chosen, mask=rank < k)
     tl.store(weights + row * k + rank, share, mask=rank < k)
 
@@ -182,7 +187,8 @@ def route(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(experts)
     if rows:
-        _route[(rows,)](
+        launch(
+            _route, (rows,),
             logits, ids, weights, experts, k, logits.stride(0),
             RENORMALIZE=renormalize, EXPERTS=block, K=triton.next_power_of_2(k), num_warps=1,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Feed-forward blocks: dense, and routed experts with an optional gated shared expert."""
+"""Feed-forward blocks: dense, and routed experts with an optional gated shared expert. Each adds to the residual stream
+what it makes of its RMSNorm."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.layers.loader import Loader
-from engine.layers.ops import Ops
+from engine.layers.ops import Norm, Ops
 
 
 class FeedForward(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]."""
+        """[rows, hidden] -> [rows, hidden], the input included."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,18 @@ class Dense:
     """down(silu(gate(x)) * up(x))."""
 
     ops: Ops
+    norm: Norm
     gate_up: Any
     down: Any
 
     @classmethod
-    def load(cls, loader: Loader, name: str, hidden: int, inner: int) -> Dense:
+    def load(cls, loader: Loader, name: str, norm: Norm, hidden: int, inner: int) -> Dense:
         gate_up = loader.stacked(name, {"gate_proj": inner, "up_proj": inner}, hidden)
-        return cls(loader.ops, gate_up, loader.linear(f"{name}.down_proj", hidden, inner))
+        return cls(loader.ops, norm, gate_up, loader.linear(f"{name}.down_proj", hidden, inner))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up)), self.down)
+        gate_up, _ = self.ops.norm_linear(x, self.norm, self.gate_up)
+        return self.ops.add_silu_linear(x, gate_up, self.down)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Routed:
     """The ``top_k`` experts of each row, weighted by the router's softmax."""
 
     ops: Ops
+    norm: Norm
     router: Any
     experts: Any
     top_k: int
@@ -46,14 +50,21 @@ class Routed:
 
     @classmethod
     def load(
-        cls, loader: Loader, name: str, hidden: int, inner: int, experts: int, top_k: int, renormalize: bool
+        cls, loader: Loader, name: str, norm: Norm, hidden: int, inner: int, experts: int, top_k: int, renormalize: bool
     ) -> Routed:
-        router = loader.linear(f"{name}.gate", experts, hidden)
-        return cls(loader.ops, router, loader.experts(f"{name}.experts", experts, inner, hidden), top_k, renormalize)
+        return cls(
+            loader.ops,
+            norm,
+            loader.linear(f"{name}.gate", experts, hidden),
+            loader.experts(f"{name}.experts", experts, inner, hidden),
+            top_k,
+            renormalize,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        ids, weights = self.ops.route(self.ops.linear(x, self.router), self.top_k, self.renormalize)
-        return self.ops.experts(x, ids, weights, self.experts)
+        logits, normed = self.ops.norm_linear(x, self.norm, self.router)
+        ids, weights = self.ops.route(logits, self.top_k, self.renormalize)
+        return self.ops.add_experts(x, normed, ids, weights, self.experts)
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class RoutedWithShared:
     """Routed experts plus one expert that every row uses, scaled by a sigmoid gate of its own."""
 
     ops: Ops
+    norm: Norm
     inputs: Any
     """Router, the shared expert's gate and up projections, and the gate that scales it."""
     sizes: list[int]
@@ -74,6 +86,7 @@ class RoutedWithShared:
         cls,
         loader: Loader,
         name: str,
+        norm: Norm,
         hidden: int,
         inner: int,
         experts: int,
@@ -90,6 +103,7 @@ class RoutedWithShared:
         }
         return cls(
             loader.ops,
+            norm,
             loader.stacked(name, inputs, hidden),
             [experts, 2 * shared_inner, 1],
             loader.experts(f"{name}.experts", experts, inner, hidden),
@@ -100,7 +114,7 @@ class RoutedWithShared:
 
     def __call__(self, x: Tensor) -> Tensor:
         ops = self.ops
-        logits, gate_up, gate = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
+        out, normed = ops.norm_linear(x, self.norm, self.inputs)
+        logits, gate_up, gate = torch.split(out, self.sizes, dim=1)
         ids, weights = ops.route(logits, self.top_k, self.renormalize)
-        routed = ops.experts(x, ids, weights, self.experts)
-        return ops.sigmoid_mul(ops.linear(ops.silu_mul(gate_up), self.down), gate, routed)
+        return ops.add_shared_experts(x, normed, ids, weights, self.experts, gate_up, gate, self.down)

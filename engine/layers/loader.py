@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.ops import CPU, Ops
+from engine.layers.ops import CPU, Norm, Ops
 from engine.weights.errors import MissingTensor
 from engine.weights.source import Source
 
@@ -33,6 +33,9 @@ class Loader:
 
     def vector(self, name: str, *shape: int) -> Tensor:
         return self.source.vector(name, *shape).to(self.device)
+
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
+        return Norm(self.vector(f"{name}.weight", size), eps, offset)
 
     def bias(self, name: str, size: int, wanted: bool) -> Tensor | None:
         return self.vector(f"{name}.bias", size) if wanted else None

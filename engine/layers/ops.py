@@ -1,9 +1,10 @@
 """The operations a model file is written in.
 
-Two implementations: ``engine.native.ops.NativeOps`` (C++) and ``engine.layers.reference.ReferenceOps`` (torch twins).
-Configuration chooses one; they are never mixed. Activations are float32, ``[rows, ...]``; a row is one token of one
-sequence. They are contiguous, except that norms, gates, ``route``, ``conv``, ``gated_delta`` and ``write_pages`` also
-take slices of what a linear layer gives: rows and heads evenly apart. Weights are float32 or bfloat16.
+Three implementations: ``engine.native.ops.NativeOps`` (C++), ``engine.kernels.ops.DeviceOps`` (a GPU) and
+``engine.layers.reference.ReferenceOps`` (torch twins). Configuration chooses one; they are never mixed. Activations
+are float32, ``[rows, ...]``; a row is one token of one sequence. They are contiguous, except that norms, gates,
+``route``, ``conv``, ``gated_delta``, ``write_pages`` and what is composed of them also take slices of what a linear
+layer gives: rows and heads evenly apart. Weights are float32 or bfloat16.
 
 Exactness: the result for a row depends on that row and its own sequence's history only, never on how many rows are in
 the call, on chunking, or on other sequences. Elementwise add and multiply are exact in torch and need no operation
@@ -41,6 +42,15 @@ class Batch:
     logit_rows: Tensor
 
 
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: ``weight`` float32 [dim], epsilon, and what is added to the weight."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
 class Ops(Protocol):
     def pack(self, weight: Tensor) -> Any:
         """Prepare a linear weight [out, in] (float32 or bfloat16) once, at load."""
@@ -63,11 +73,6 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """RMSNorm over the last dimension, times (offset + weight). x [..., dim], weight float32 [dim]."""
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """x + delta, and its rms_norm: a residual stream [rows, dim] and what the next block sees of it."""
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm(x) * weight * silu(gate), shapes as x [..., dim]."""
@@ -111,3 +116,48 @@ class Ops(Protocol):
 
     def copy_state(self, state: Tensor, source: int, target: int) -> None:
         """state[target] = state[source], a plain copy."""
+
+    # ── compositions of the above (engine.layers.composed), for what a device does in one go ────────────────────────
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """linear(rms_norm(x)), and rms_norm(x)."""
+
+    def norm_linear_conv(
+        self, x: Tensor, norm: Norm, weight: Any, conv: Tensor, state: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """linear(rms_norm(x)): its first channels, as many as ``conv`` has, through ``conv``; and the others."""
+
+    def gated_delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor,
+        state: Tensor, batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        """gated_delta with the gates that gdn_gates makes."""
+
+    def qk_norm_rope(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
+        k_pages: Tensor, v_pages: Tensor, batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        """rms_norm of q and of k, rope of both, write_pages of k and v. -> q [rows, heads, head_dim]; its argument and
+        k stay as they are."""
+
+    def add_linear(self, base: Tensor, x: Tensor, weight: Any) -> Tensor:
+        """base + linear(x): here and below, a residual stream [rows, hidden] and what a block adds to it."""
+
+    def add_sigmoid_linear(self, base: Tensor, x: Tensor, gate: Tensor, weight: Any) -> Tensor:
+        """base + linear(sigmoid_mul(x, gate)), x and gate [rows, heads, dim]."""
+
+    def add_gated_norm_linear(self, base: Tensor, x: Tensor, gate: Tensor, norm: Norm, weight: Any) -> Tensor:
+        """base + linear(gated_rms_norm(x, gate)), x and gate [rows, heads, dim]."""
+
+    def add_silu_linear(self, base: Tensor, gate_up: Tensor, weight: Any) -> Tensor:
+        """base + linear(silu_mul(gate_up))."""
+
+    def add_experts(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """base + experts(x)."""
+
+    def add_shared_experts(
+        self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
+        gate_up: Tensor, gate: Tensor, down: Any,
+    ) -> Tensor:  # fmt: skip
+        """base + (experts(x) + linear(silu_mul(gate_up), down) * sigmoid(gate)), gate [rows, 1]: routed experts, and
+        one that all rows share."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.layers.composed import Composed
 from engine.layers.ops import Batch
 from engine.layers.rope_table import rope_table
 
@@ -40,7 +41,7 @@ class Segment(NamedTuple):
     snapshots: tuple[tuple[int, int], ...]
 
 
-class ReferenceOps:
+class ReferenceOps(Composed):
     """Implements ``engine.layers.ops.Ops``; shapes and meanings are documented there."""
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -75,12 +76,6 @@ class ReferenceOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return _normalize(x, eps) * (offset + weight)
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        x = x + delta
-        return x, self.rms_norm(x, weight, eps, offset)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normalize(x, eps) * weight * F.silu(gate)

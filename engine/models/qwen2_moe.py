@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.layers.ffn import Dense, FeedForward, RoutedWithShared
 from engine.layers.loader import Loader
-from engine.layers.ops import Batch, Ops
+from engine.layers.ops import Batch, Norm, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, dense_layers, read_rope
 from engine.models.model import Cache, Manifest, Progress
 
@@ -72,8 +72,11 @@ class Qwen2MoeConfig:
 class Attention:
     """Causal attention with rotated q and k."""
 
-    def __init__(self, loader: Loader, config: Qwen2MoeConfig, name: str, index: int, table: Tensor) -> None:
+    def __init__(
+        self, loader: Loader, config: Qwen2MoeConfig, name: str, index: int, norm: Norm, table: Tensor
+    ) -> None:
         self.ops = loader.ops
+        self.norm = norm
         self.config = config
         self.index = index
         self.table = table
@@ -88,22 +91,21 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, rows, width = self.ops, x.shape[0], self.config.head_dim
-        q = ops.linear(x, self.q, self.q_bias).view(rows, -1, width)
-        k = ops.linear(x, self.k, self.k_bias).view(rows, -1, width)
-        v = ops.linear(x, self.v, self.v_bias).view(rows, -1, width)
+        q, normed = ops.norm_linear(x, self.norm, self.q, self.q_bias)
+        q = q.view(rows, -1, width)
+        k = ops.linear(normed, self.k, self.k_bias).view(rows, -1, width)
+        v = ops.linear(normed, self.v, self.v_bias).view(rows, -1, width)
         ops.rope(q, batch.positions, self.table)
         ops.rope(k, batch.positions, self.table)
         keys, values = cache.keys[self.index], cache.values[self.index]
         ops.write_pages(k, v, keys, values, batch)
         out = ops.attention(q, keys, values, batch, width**-0.5)
-        return ops.linear(out.view(rows, -1), self.o)
+        return ops.add_linear(x, out.view(rows, -1), self.o)
 
 
 @dataclass(frozen=True)
 class Layer:
-    input_norm: Tensor
     attention: Attention
-    post_norm: Tensor
     ffn: FeedForward
 
 
@@ -117,26 +119,22 @@ class Qwen2Moe:
         for index in range(config.layers):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, config.layers)
-        norm = loader.vector("norm.weight", config.hidden)
-        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
+        self.norm = loader.norm("norm", config.hidden, config.eps)
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
         config, name = self.config, f"layers.{index}"
+        norm = loader.norm(f"{name}.input_layernorm", config.hidden, config.eps)
+        post_norm = loader.norm(f"{name}.post_attention_layernorm", config.hidden, config.eps)
         ffn: FeedForward
         if index in config.dense_layers:
-            ffn = Dense.load(loader, f"{name}.mlp", config.hidden, config.inner)
+            ffn = Dense.load(loader, f"{name}.mlp", post_norm, config.hidden, config.inner)
         else:
             ffn = RoutedWithShared.load(
-                loader, f"{name}.mlp", config.hidden, config.expert_inner, config.experts, config.top_k,
+                loader, f"{name}.mlp", post_norm, config.hidden, config.expert_inner, config.experts, config.top_k,
                 config.renormalize, config.shared_inner,
             )  # fmt: skip
-        return Layer(
-            loader.vector(f"{name}.input_layernorm.weight", config.hidden),
-            Attention(loader, config, f"{name}.self_attn", index, table),
-            loader.vector(f"{name}.post_attention_layernorm.weight", config.hidden),
-            ffn,
-        )
+        return Layer(Attention(loader, config, f"{name}.self_attn", index, norm, table), ffn)
 
     @property
     def manifest(self) -> Manifest:
@@ -148,12 +146,9 @@ class Qwen2Moe:
         return self.config.vocab
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
-        normed = ops.rms_norm(x, self.layers[0].input_norm, eps)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x, normed = ops.add_rms_norm(x, layer.attention(normed, batch, cache), layer.post_norm, eps)
-            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps)
-        x = normed[batch.logit_rows]
-        return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)
+            x = layer.ffn(layer.attention(x, batch, cache))
+        x = x[batch.logit_rows]
+        return self.ops.norm_linear(x, self.norm, self.head)[0] if x.shape[0] else x.new_empty(0, self.vocab_size)

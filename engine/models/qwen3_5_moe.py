@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.layers.ffn import RoutedWithShared
 from engine.layers.loader import Loader
-from engine.layers.ops import Batch, Ops
+from engine.layers.ops import Batch, Norm, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, read_rope
 from engine.models.model import Cache, Manifest, Progress
 from engine.weights.errors import BadConfig
@@ -99,8 +99,9 @@ class Qwen35MoeConfig:
 class GatedDeltaNet:
     """conv(q, k, v) -> gated delta rule -> norm gated by z -> out."""
 
-    def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int) -> None:
+    def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, norm: Norm) -> None:
         self.ops = loader.ops
+        self.norm = norm
         self.config = config
         self.index = index
         hidden, channels = config.hidden, 2 * config.keys + config.values
@@ -111,35 +112,36 @@ class GatedDeltaNet:
             "in_proj_a": config.value_heads,
         }
         self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = [*inputs.values()]
+        self.sizes = [*inputs.values()][1:]
         self.conv = loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous()
         self.a_log = loader.vector(f"{name}.A_log", config.value_heads)
         self.dt_bias = loader.vector(f"{name}.dt_bias", config.value_heads)
-        self.norm = loader.vector(f"{name}.norm.weight", config.value_dim)
+        self.out_norm = loader.norm(f"{name}.norm", config.value_dim, config.eps)
         self.out = loader.linear(f"{name}.out_proj", hidden, config.values)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
         ops, config, rows = self.ops, self.config, x.shape[0]
         window, state = cache.states[2 * self.index], cache.states[2 * self.index + 1]
-        qkv, z, b, a = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
-        qkv = ops.conv(qkv, self.conv, window, batch)
+        qkv, rest = ops.norm_linear_conv(x, self.norm, self.inputs, self.conv, window, batch)
         q, k, v = torch.split(qkv, [config.keys, config.keys, config.values], dim=1)
-        decay, beta = ops.gdn_gates(a, b, self.a_log, self.dt_bias)
-        out = ops.gated_delta(
+        z, b, a = torch.split(rest, self.sizes, dim=1)
+        out = ops.gated_delta_net(
             q.view(rows, config.key_heads, config.key_dim),
             k.view(rows, config.key_heads, config.key_dim),
             v.view(rows, config.value_heads, config.value_dim),
-            decay, beta, state, batch,
+            a, b, self.a_log, self.dt_bias, state, batch,
         )  # fmt: skip
-        out = ops.gated_rms_norm(out, z.view(out.shape), self.norm, config.eps)
-        return ops.linear(out.view(rows, -1), self.out)
+        return ops.add_gated_norm_linear(x, out, z.view(out.shape), self.out_norm, self.out)
 
 
 class GatedAttention:
     """Causal attention; q and k normalised per head and partly rotated, the output gated by sigmoid."""
 
-    def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, table: Tensor) -> None:
+    def __init__(
+        self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, norm: Norm, table: Tensor
+    ) -> None:
         self.ops = loader.ops
+        self.norm = norm
         self.config = config
         self.index = index
         self.table = table
@@ -152,29 +154,26 @@ class GatedAttention:
         self.inputs = loader.stacked(name, inputs, hidden)
         self.sizes = [*inputs.values()]
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
-        self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
-        self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
+        self.head_norms = (
+            loader.norm(f"{name}.q_norm", width, config.eps, 1.0),
+            loader.norm(f"{name}.k_norm", width, config.eps, 1.0),
+        )
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q_and_gate, k, v = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
-        q, gate = q_and_gate.view(rows, -1, 2 * width).chunk(2, dim=2)
-        q = ops.rms_norm(q, self.q_norm, eps, offset=1.0)
-        k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps, offset=1.0)
-        v = v.view(rows, -1, width)
-        ops.rope(q, batch.positions, self.table)
-        ops.rope(k, batch.positions, self.table)
+        ops, rows, width = self.ops, x.shape[0], self.config.head_dim
         keys, values = cache.keys[self.index], cache.values[self.index]
-        ops.write_pages(k, v, keys, values, batch)
+        inputs, _ = ops.norm_linear(x, self.norm, self.inputs)
+        q_and_gate, k, v = torch.split(inputs, self.sizes, dim=1)
+        q, gate = q_and_gate.view(rows, -1, 2 * width).chunk(2, dim=2)
+        k, v = k.view(rows, -1, width), v.view(rows, -1, width)
+        q = ops.qk_norm_rope(q, k, v, self.head_norms, self.table, keys, values, batch)
         out = ops.attention(q, keys, values, batch, width**-0.5)
-        return ops.linear(ops.sigmoid_mul(out, gate).view(rows, -1), self.o)
+        return ops.add_sigmoid_linear(x, out, gate, self.o)
 
 
 @dataclass(frozen=True)
 class Layer:
-    input_norm: Tensor
     mixer: GatedDeltaNet | GatedAttention
-    post_norm: Tensor
     ffn: RoutedWithShared
 
 
@@ -188,25 +187,24 @@ class Qwen35Moe:
         for index in range(len(config.kinds)):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, len(config.kinds))
-        norm = loader.vector("norm.weight", config.hidden)
-        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
+        self.norm = loader.norm("norm", config.hidden, config.eps, 1.0)
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
         config, name, kind = self.config, f"layers.{index}", self.config.kinds[index]
         among_kind = config.kinds[:index].count(kind)
+        norm = loader.norm(f"{name}.input_layernorm", config.hidden, config.eps, 1.0)
         mixer: GatedDeltaNet | GatedAttention
         if kind == LINEAR:
-            mixer = GatedDeltaNet(loader, config, f"{name}.linear_attn", among_kind)
+            mixer = GatedDeltaNet(loader, config, f"{name}.linear_attn", among_kind, norm)
         else:
-            mixer = GatedAttention(loader, config, f"{name}.self_attn", among_kind, table)
+            mixer = GatedAttention(loader, config, f"{name}.self_attn", among_kind, norm, table)
         return Layer(
-            loader.vector(f"{name}.input_layernorm.weight", config.hidden),
             mixer,
-            loader.vector(f"{name}.post_attention_layernorm.weight", config.hidden),
             RoutedWithShared.load(
                 loader,
                 f"{name}.mlp",
+                loader.norm(f"{name}.post_attention_layernorm", config.hidden, config.eps, 1.0),
                 config.hidden,
                 config.expert_inner,
                 config.experts,
@@ -235,12 +233,9 @@ class Qwen35Moe:
         return self.config.vocab
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
-        normed = ops.rms_norm(x, self.layers[0].input_norm, eps, offset=1.0)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x, normed = ops.add_rms_norm(x, layer.mixer(normed, batch, cache), layer.post_norm, eps, offset=1.0)
-            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps, offset=1.0)
-        x = normed[batch.logit_rows]
-        return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)
+            x = layer.ffn(layer.mixer(x, batch, cache))
+        x = x[batch.logit_rows]
+        return self.ops.norm_linear(x, self.norm, self.head)[0] if x.shape[0] else x.new_empty(0, self.vocab_size)

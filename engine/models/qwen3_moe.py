@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.layers.ffn import Dense, FeedForward, Routed
 from engine.layers.loader import Loader
-from engine.layers.ops import Batch, Ops
+from engine.layers.ops import Batch, Norm, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, dense_layers, read_rope
 from engine.models.model import Cache, Manifest, Progress
 
@@ -69,8 +69,11 @@ class Qwen3MoeConfig:
 class Attention:
     """Causal attention; q and k are normalised per head, then rotated."""
 
-    def __init__(self, loader: Loader, config: Qwen3MoeConfig, name: str, index: int, table: Tensor) -> None:
+    def __init__(
+        self, loader: Loader, config: Qwen3MoeConfig, name: str, index: int, norm: Norm, table: Tensor
+    ) -> None:
         self.ops = loader.ops
+        self.norm = norm
         self.config = config
         self.index = index
         self.table = table
@@ -83,28 +86,24 @@ class Attention:
         self.inputs = loader.stacked(name, inputs, hidden)
         self.sizes = [*inputs.values()]
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
-        self.q_norm = loader.vector(f"{name}.q_norm.weight", width)
-        self.k_norm = loader.vector(f"{name}.k_norm.weight", width)
+        self.head_norms = (
+            loader.norm(f"{name}.q_norm", width, config.eps),
+            loader.norm(f"{name}.k_norm", width, config.eps),
+        )
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        ops, rows, width, eps = self.ops, x.shape[0], self.config.head_dim, self.config.eps
-        q, k, v = torch.split(ops.linear(x, self.inputs), self.sizes, dim=1)
-        q = ops.rms_norm(q.view(rows, -1, width), self.q_norm, eps)
-        k = ops.rms_norm(k.view(rows, -1, width), self.k_norm, eps)
-        v = v.view(rows, -1, width)
-        ops.rope(q, batch.positions, self.table)
-        ops.rope(k, batch.positions, self.table)
+        ops, rows, width = self.ops, x.shape[0], self.config.head_dim
         keys, values = cache.keys[self.index], cache.values[self.index]
-        ops.write_pages(k, v, keys, values, batch)
+        inputs, _ = ops.norm_linear(x, self.norm, self.inputs)
+        q, k, v = (part.view(rows, -1, width) for part in torch.split(inputs, self.sizes, dim=1))
+        q = ops.qk_norm_rope(q, k, v, self.head_norms, self.table, keys, values, batch)
         out = ops.attention(q, keys, values, batch, width**-0.5)
-        return ops.linear(out.view(rows, -1), self.o)
+        return ops.add_linear(x, out.view(rows, -1), self.o)
 
 
 @dataclass(frozen=True)
 class Layer:
-    input_norm: Tensor
     attention: Attention
-    post_norm: Tensor
     ffn: FeedForward
 
 
@@ -118,26 +117,22 @@ class Qwen3Moe:
         for index in range(config.layers):
             self.layers.append(self._load_layer(loader, index, table))
             progress("layers", index + 1, config.layers)
-        norm = loader.vector("norm.weight", config.hidden)
-        self.norms_after = [*(layer.input_norm for layer in self.layers[1:]), norm]
+        self.norm = loader.norm("norm", config.hidden, config.eps)
         self.head = loader.head(self.embedding, config.tied)
 
     def _load_layer(self, loader: Loader, index: int, table: Tensor) -> Layer:
         config, name = self.config, f"layers.{index}"
+        norm = loader.norm(f"{name}.input_layernorm", config.hidden, config.eps)
+        post_norm = loader.norm(f"{name}.post_attention_layernorm", config.hidden, config.eps)
         ffn: FeedForward
         if index in config.dense_layers:
-            ffn = Dense.load(loader, f"{name}.mlp", config.hidden, config.inner)
+            ffn = Dense.load(loader, f"{name}.mlp", post_norm, config.hidden, config.inner)
         else:
             ffn = Routed.load(
-                loader, f"{name}.mlp", config.hidden, config.expert_inner, config.experts, config.top_k,
+                loader, f"{name}.mlp", post_norm, config.hidden, config.expert_inner, config.experts, config.top_k,
                 config.renormalize,
             )  # fmt: skip
-        return Layer(
-            loader.vector(f"{name}.input_layernorm.weight", config.hidden),
-            Attention(loader, config, f"{name}.self_attn", index, table),
-            loader.vector(f"{name}.post_attention_layernorm.weight", config.hidden),
-            ffn,
-        )
+        return Layer(Attention(loader, config, f"{name}.self_attn", index, norm, table), ffn)
 
     @property
     def manifest(self) -> Manifest:
@@ -149,12 +144,9 @@ class Qwen3Moe:
         return self.config.vocab
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        ops, eps = self.ops, self.config.eps
         x = self.embedding[batch.tokens].float()
-        normed = ops.rms_norm(x, self.layers[0].input_norm, eps)
         for number, layer in enumerate(self.layers):
             cache.wait(number)
-            x, normed = ops.add_rms_norm(x, layer.attention(normed, batch, cache), layer.post_norm, eps)
-            x, normed = ops.add_rms_norm(x, layer.ffn(normed), self.norms_after[number], eps)
-        x = normed[batch.logit_rows]
-        return ops.linear(x, self.head) if x.shape[0] else x.new_empty(0, self.vocab_size)
+            x = layer.ffn(layer.attention(x, batch, cache))
+        x = x[batch.logit_rows]
+        return self.ops.norm_linear(x, self.norm, self.head)[0] if x.shape[0] else x.new_empty(0, self.vocab_size)

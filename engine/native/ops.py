@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.layers.composed import Composed
 from engine.layers.ops import Batch
 from engine.layers.rope_table import rope_table
 from engine.native.library import (
@@ -51,7 +52,7 @@ class PackedExperts:
     bfloat: bool
 
 
-class NativeOps:
+class NativeOps(Composed):
     """Implements ``engine.layers.ops.Ops``; shapes and meanings are documented there.
 
     A tensor of a wrong shape, dtype or layout, and a batch that points outside its tensors, raise ValueError. Results
@@ -178,12 +179,6 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._norm(x, None, weight, eps, offset)
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        x = x + delta
-        return x, self._norm(x, None, weight, eps, offset)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         gate = gate.contiguous()

@@ -129,7 +129,6 @@ def test_norms_and_activations(rows: int, dim: int) -> None:
         return (
             ops.rms_norm(x, weight, 1e-6),
             ops.rms_norm(x, weight, 1e-5, 1.0),
-            *ops.add_rms_norm(a, b, weight, 1e-5, 1.0),
             ops.gated_rms_norm(x, gate, weight, 1e-6),
             ops.silu_mul(torch.cat((a, b), dim=1)),
             ops.sigmoid_mul(a, b),
