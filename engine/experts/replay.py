@@ -16,44 +16,111 @@ import numpy.typing as npt
 import torch
 
 from engine.experts.layout import FORMATS, Layout
-from engine.experts.residency import CPU, FETCHED, HITS, SPAN, Decision, Policy, Residency, policies, resolve, used
+from engine.experts.residency import (
+    CPU,
+    DEFAULT,
+    FETCHED,
+    HITS,
+    SPAN,
+    Decision,
+    Policy,
+    Residency,
+    policies,
+    resolve,
+    used,
+)
+
+_SAMPLED = 640
+"""Experts that a chooser follows, about."""
+_PERIOD = 256
+"""Steps from one choice to the next."""
+_MARGIN = 0.01
+"""Of the uses: what another policy has to gain."""
 
 Trace = npt.NDArray[np.int32]
 """[tokens, layers, k]: the experts of each token in each layer."""
+
+
+class Shadow:
+    """A cache that holds nothing: every miss takes the place of the least valuable of ``room`` experts."""
+
+    def __init__(self, room: int, policy: Policy) -> None:
+        self._room, self._policy = max(1, room), policy
+        self._bump = np.array(policy.bump, dtype=np.int32)
+        self._value: dict[int, int] = {}
+        self._resident: set[int] = set()
+        self._oldest: list[tuple[int, int]] = []  # value when it was pushed, expert: values only grow
+
+    def use(self, flat: int, token: int, layer: int) -> bool:
+        """Whether it was there. Tokens and layers come in order."""
+        now = token * self._policy.per_step + layer * self._policy.per_layer
+        value, hit = used(self._value.get(flat, -SPAN), now, self._bump), flat in self._resident
+        self._value[flat] = value
+        if not hit:
+            if len(self._resident) == self._room:
+                self._resident.remove(self._least())
+            self._resident.add(flat)
+            heapq.heappush(self._oldest, (value, flat))
+        return hit
+
+    def _least(self) -> int:
+        while self._value[self._oldest[0][1]] != self._oldest[0][0]:
+            flat = self._oldest[0][1]
+            heapq.heapreplace(self._oldest, (self._value[flat], flat))
+        return heapq.heappop(self._oldest)[1]
 
 
 def hit_rate(trace: Trace, experts: int, slots: int, policy: Policy, sample: float = 1.0, warm: float = 1 / 3) -> float:
     """Of the uses after the first ``warm`` of the tokens, those whose expert was resident, when every miss takes the
     place of the least valuable expert. Only a share ``sample`` of the experts is looked at, in as much smaller a cache
     (Waldspurger et al., "SHARDS", FAST 2015)."""
-    layers = trace.shape[1]
-    kept = _sampled(layers * experts, sample)
-    room = max(1, round(slots * len(kept) / (layers * experts)))
-    bump = np.array(policy.bump, dtype=np.int32)
-    value: dict[int, int] = {}
-    resident: set[int] = set()
-    oldest: list[tuple[int, int]] = []  # value when it was pushed, expert: values only grow
+    flats = trace.shape[1] * experts
+    kept = _sampled(flats, sample)
+    shadow = Shadow(round(slots * len(kept) / flats), policy)
     hits = uses = 0
     for token, layer, flat in _uses(trace, experts, kept):
-        now = token * policy.per_step + layer * policy.per_layer
-        counts = token >= warm * len(trace)
+        hit, counts = shadow.use(flat, token, layer), token >= warm * len(trace)
         uses += counts
-        hits += counts and flat in resident
-        value[flat] = used(value.get(flat, -SPAN), now, bump)
-        if flat in resident:
-            continue
-        if len(resident) == room:
-            while value[oldest[0][1]] != oldest[0][0]:
-                heapq.heapreplace(oldest, (value[oldest[0][1]], oldest[0][1]))
-            resident.remove(heapq.heappop(oldest)[1])
-        resident.add(flat)
-        heapq.heappush(oldest, (value[flat], flat))
+        hits += counts and hit
     return hits / max(1, uses)
 
 
 def choose_policy(trace: Trace, experts: int, slots: int, sample: float = 0.125) -> Policy:
     """The one with the most hits; of equals the first."""
     return max(policies(trace.shape[1]).values(), key=lambda policy: hit_rate(trace, experts, slots, policy, sample))
+
+
+class Chooser:
+    """Follows what is routed in every step with a small shadow for each policy, and says when another one would have
+    hit more often. ``slots``: of the cache."""
+
+    def __init__(self, layers: int, experts: int, slots: int, policy: Policy | None = None) -> None:
+        self._experts, self._policies = experts, tuple(policies(layers).values())
+        self._first = np.arange(layers)[:, None] * experts
+        kept = _sampled(layers * experts, min(1.0, _SAMPLED / (layers * experts)))
+        self._kept = np.zeros(layers * experts, np.bool_)
+        self._kept[list(kept)] = True
+        room = round(slots * len(kept) / (layers * experts))
+        self._shadows = [Shadow(room, policy) for policy in self._policies]
+        self._hits, self._uses, self._steps = np.zeros(len(self._policies)), 0, 0
+        self.policy = policy or policies(layers)[DEFAULT]
+
+    def step(self, routed: npt.NDArray[np.int32]) -> bool:
+        """After a step, with ``Residency.routed``: whether ``policy`` is another one now."""
+        flats = np.unique((routed + self._first)[routed >= 0])
+        for flat in flats[self._kept[flats]].tolist():
+            layer = flat // self._experts
+            self._hits += [shadow.use(flat, self._steps, layer) for shadow in self._shadows]
+            self._uses += 1
+        self._steps += 1
+        if self._steps % _PERIOD:
+            return False
+        before, best = self.policy, int(np.argmax(self._hits))
+        gained = self._hits[best] - self._hits[self._policies.index(before)]
+        if self._steps > _PERIOD and gained > _MARGIN * self._uses:  # the first period fills the shadows
+            self.policy = self._policies[best]
+        self._hits, self._uses = self._hits / 2, self._uses // 2
+        return self.policy is not before
 
 
 def resolved_hit_rate(trace: Trace, experts: int, slots: int, policy: Policy, warm: float = 1 / 3) -> float:

@@ -37,6 +37,8 @@ SHIFT = 4
 ENTRIES = 160
 SPAN = ENTRIES << SHIFT
 """Uses farther apart than this do not add up: 10 half-lives. A new expert was last used so long ago."""
+DEFAULT = "decayed-32"
+"""The policy to begin with."""
 HITS, FETCHED, CPU, BYTES = range(4)
 """Places in ``counters``: parts found on the device, parts fetched, parts left to the CPU, bytes fetched."""
 
@@ -119,7 +121,7 @@ class Residency:
             limit=full(slots, 1),
             routed=full(-1, layers, MOST_PAIRS),
         )
-        residency.follow(decayed(32))
+        residency.follow(policies(layers)[DEFAULT])
         return residency
 
     @property

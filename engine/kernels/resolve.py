@@ -24,7 +24,8 @@ def _resolve(
     limit, routed, slot_out, parts_out, plan_out, fetch_out, counts_out,
     layer, experts, slots, pairs,
     PARTS: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-    SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr, NEVER: tl.constexpr,
+    SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr,
+    NEVER: tl.constexpr,
 ):  # fmt: skip
     pair, place = tl.arange(0, PAIRS), tl.arange(0, WINDOW)
     expert = tl.load(ids + pair, mask=pair < pairs, other=-1)

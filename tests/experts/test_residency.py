@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.experts.layout import FORMATS, Layout
-from engine.experts.replay import choose_policy, hit_rate, resolved_hit_rate, synthetic
+from engine.experts.replay import Chooser, Trace, choose_policy, hit_rate, resolved_hit_rate, synthetic
 from engine.experts.residency import (
     BYTES,
     CPU,
@@ -242,6 +242,20 @@ def test_policies_are_good_for_what_they_are_made_for() -> None:
     assert hit_rate(temporal, experts, slots, every["decayed-32"]) > hit_rate(
         temporal, experts, slots, every["decayed-128"]
     )
+
+
+def followed(chooser: Chooser, trace: Trace) -> list[str]:
+    """The policies that it changed to."""
+    return [chooser.policy.name for step in trace if chooser.step(np.pad(step, ((0, 0), (0, 5)), constant_values=-1))]
+
+
+def test_the_chooser_follows_what_is_routed() -> None:
+    """From one policy to the better one, once, and back when the routing changes."""
+    layers, experts = 4, 64
+    chooser = Chooser(layers, experts, layers * experts // 8)
+    assert followed(chooser, synthetic("static", 800, layers, experts, 4)) == ["decayed-128"]
+    back = followed(chooser, synthetic("temporal", 1000, layers, experts, 4))
+    assert back and back[-1] in ("decayed-32", "lru")
 
 
 @pytest.mark.parametrize("name", policies(LAYERS))

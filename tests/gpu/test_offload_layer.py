@@ -14,7 +14,8 @@ from engine.experts.executor import Executor, ExecutorError
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
-from engine.experts.residency import BYTES, CPU, FETCHED, HITS, Residency
+from engine.experts.replay import Chooser
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, MOST_PAIRS, Residency, lru
 from engine.experts.split import Split
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
@@ -165,6 +166,36 @@ def test_the_split_learns_from_steps(made: Any) -> None:
         shares.add(int(case.offloaded.residency.share[0]))
     assert len(shares) > 1 and case.executor.times[0, 0] > 0
     assert case.counted()[CPU] > 0 and case.counted()[FETCHED] > 0
+
+
+def test_a_better_policy_is_followed(made: Any) -> None:
+    """What the device says was routed reaches the chooser, and its choice the table of the next decision."""
+    case, seen = made(slots=3), []
+
+    class Chooses:
+        policy = lru(LAYERS)
+
+        def step(self, routed: Any) -> bool:
+            seen.append(routed.tolist())
+            return len(seen) == 2
+
+    case.offloaded._chooser = cast(Chooser, Chooses())
+    before = case.offloaded.residency.bump.clone()
+    for seed in range(3):
+        assert torch.equal(case.offloaded.residency.bump, before) == (seed < 2)
+        case.check(2, seed)
+        ids = routed(2, seed)[1].flatten().tolist()
+        assert seen[-1][0] == ids + [-1] * (MOST_PAIRS - len(ids))
+    assert not case.offloaded.residency.bump.any()
+    case.offloaded.residency.check()
+
+
+def test_fewer_and_more_slots_between_steps(made: Any) -> None:
+    case = made(slots=10)
+    for seed, limit in enumerate((10, 2, 7, 1, 10)):
+        case.offloaded.resize(limit)
+        case.check(2, seed, layer=seed % LAYERS)
+        case.offloaded.residency.check()
 
 
 def test_more_rows_than_the_executor_takes(made: Any) -> None:
