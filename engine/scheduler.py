@@ -76,7 +76,7 @@ class Scheduler:
         self._order = 0
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self.pace = Pace()
-        self._watching = Watching(engine.memory, engine.runner.copy_state)
+        self._watching = Watching(engine.memory, engine.runner.mover.copy_state)
 
     @classmethod
     def load(

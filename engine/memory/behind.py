@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
 from engine.api import PAGE
+from engine.memory.host import HostTier
 from engine.memory.index import Node
 from engine.memory.keys import PAGE_BYTES
+from engine.memory.mover import Mover
 from engine.memory.states import Checkpoint, Want
-from engine.memory.store import Buffers, StateStore
+from engine.memory.store import Staged, StateStore
 
 SETTLE_SECONDS = 5.0
 """A checkpoint that is not certain to be wanted again is handed over when it has survived as long."""
@@ -18,39 +20,44 @@ RETRY_SECONDS = 60.0
 """When one that the store did not take is offered again."""
 
 
-class Source(Protocol):
-    """Where the bytes are."""
-
-    def page_bytes(self, page: int, tokens: int) -> Buffers:
-        """The first ``tokens`` tokens of a page."""
-
-    def state_bytes(self, slot: int) -> Buffers: ...
-
-    def page_finite(self, page: int, tokens: int) -> bool:
-        """Whether all numbers in them are finite."""
+class _Wanted(TypedDict):
+    kind: str
+    priority: float
+    pinned: bool
 
 
 class WriteBehind:
     """``store`` None: everything here does nothing. ``now`` is the time of the last ``tick``. ``not_finite`` counts
-    pages that were not handed over because some of their numbers are not finite."""
+    pages that were not handed over because some of their numbers are not finite.
 
-    def __init__(self, source: Source, store: StateStore | None = None) -> None:
+    A store that begins with a host tier gets what leaves the device, whatever it is worth; there is room for only so
+    much on the way, and what finds none is handed over in a later ``tick``."""
+
+    def __init__(self, mover: Mover, store: StateStore | None = None) -> None:
         self.store = store
         self.now = 0.0
         self.not_finite = 0
-        self._source = source
+        self._mover = mover
+        self._host = store if isinstance(store, HostTier) else None
         self._due: dict[Checkpoint, float] = {}
+        self._late: dict[Node, None] = {}
 
     @property
     def busy(self) -> bool:
         """Whether ``tick`` has something to hand over now."""
-        return any(due <= self.now for due in self._due.values())
+        flying = self._host is not None and self._host.busy
+        return flying or bool(self._late) or any(due <= self.now for due in self._due.values())
 
     def tick(self, now: float) -> None:
-        """Hand over one checkpoint that is due: one is a step's share."""
+        """Hand over one checkpoint that is due, and the pages that found no room: that is a step's share."""
         self.now = now
         if self.store is None:
             return
+        if self._host is not None:
+            self._host.tick(now)
+        if self._late:
+            late, self._late = list(self._late), {}
+            self.pages([node for node in late if node.parent is not None and node in node.parent.children])
         for checkpoint, due in self._due.items():
             if due <= now:
                 self.state(checkpoint)
@@ -63,8 +70,7 @@ class WriteBehind:
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint that is about to leave the device: what must be kept is handed over first."""
-        if checkpoint in self._due and checkpoint.must_keep:
-            self.state(checkpoint)
+        self._leave(checkpoint)
         self._due.pop(checkpoint, None)
 
     def cancel(self, checkpoints: Iterable[Checkpoint]) -> None:
@@ -72,21 +78,55 @@ class WriteBehind:
         for checkpoint in checkpoints:
             self._due.pop(checkpoint, None)
 
-    def page(self, node: Node) -> None:
-        """Hand over a page that the store does not have."""
-        store, parent = self.store, node.parent
-        if store is None or node.side or parent is None or parent.key is None:
+    def pages(self, nodes: Sequence[Node], *, wait: bool = False) -> None:
+        """Hand over those that the store does not have. ``wait``: for room; else what finds none is late."""
+        fresh = [node for node in nodes if self._lacks(node, leaves=wait)]
+        if not fresh:
             return
-        known = self._has(parent.key, node)
-        if not known:
-            count = len(node.tokens) // 4
-            if not self._source.page_finite(node.page, count):
-                self.not_finite += 1
-                return
-            data = self._source.page_bytes(node.page, count)
-            store.put_page(parent.key, node.key, node.tokens, data, position=node.start + count, session=node.session)
-            known = self._has(parent.key, node)
-        node.saved = known
+        staged = self._mover.stage_pages([(node.page, len(node.tokens) // 4) for node in fresh], wait=wait)
+        for node, data in zip(fresh, staged, strict=False):
+            self._page(node, data)
+        self._late.update(dict.fromkeys(fresh[len(staged) :]))
+
+    def leave(self, node: Node) -> None:
+        """A page is about to leave the device, with the checkpoints on it."""
+        self._late.pop(node, None)
+        self.pages([node], wait=True)
+        for checkpoint in list(node.checkpoints.values()):
+            self._leave(checkpoint)
+
+    def _leave(self, checkpoint: Checkpoint) -> None:
+        """A host tier takes what the disk already has, too: it comes back faster from there."""
+        if self._host is not None:
+            missing = not checkpoint.superseded and not self._host.has_state(
+                *place(checkpoint.node, checkpoint.position)
+            )
+        else:
+            missing = checkpoint in self._due and checkpoint.must_keep
+        if missing:
+            self.state(checkpoint, wait=True)
+
+    def _lacks(self, node: Node, *, leaves: bool) -> bool:
+        """Whether a page is for the store, and not there; or not in the host tier, if it ``leaves`` the device."""
+        parent = node.parent
+        if self.store is None or node.side or parent is None or parent.key is None:
+            return False
+        node.saved = self._has(parent.key, node)
+        if leaves and self._host is not None:
+            return not self._host.has_page(parent.key, node.tokens)
+        return not node.saved
+
+    def _page(self, node: Node, data: Staged) -> None:
+        parent = node.parent
+        if self.store is None or parent is None or parent.key is None:
+            return
+        if data.ready() and not data.wait():
+            self.not_finite += 1
+            data.drop()
+            return
+        position = node.start + len(node.tokens) // 4
+        self.store.put_page(parent.key, node.key, node.tokens, data, position=position, session=node.session)
+        node.saved = self._has(parent.key, node)
 
     def _has(self, parent: bytes, node: Node) -> bool:
         if self.store is None:
@@ -95,13 +135,19 @@ class WriteBehind:
             return self.store.page(parent, node.key, node.tokens) is not None
         return any(one.tokens.startswith(node.tokens) for one in self.store.partial(parent, node.tokens))
 
-    def state(self, checkpoint: Checkpoint) -> None:
+    def state(self, checkpoint: Checkpoint, *, wait: bool = False) -> None:
         """Hand over a checkpoint, and the page it lies in."""
         if self.store is None or checkpoint.side:
             return
-        self.page(checkpoint.node)
+        self.pages([checkpoint.node], wait=wait)
         parent, tail = place(checkpoint.node, checkpoint.position)
-        if self.live(parent, tail, checkpoint.slot, checkpoint.position, checkpoint.want, checkpoint.session):
+        if self._renewed(parent, tail, checkpoint.want, checkpoint.session):
+            self._due.pop(checkpoint, None)
+            return
+        data = self._mover.stage_state(checkpoint.slot, wait=wait)
+        if data is None:
+            self._due[checkpoint] = self.now
+        elif self._state(parent, tail, data, checkpoint.position, checkpoint.want, checkpoint.session):
             self._due.pop(checkpoint, None)
         else:
             self._due[checkpoint] = self.now + RETRY_SECONDS
@@ -113,13 +159,22 @@ class WriteBehind:
                 self.state(checkpoint)
 
     def live(self, parent: bytes, tail: bytes, slot: int, position: int, want: Want, session: str) -> bool:
-        """Hand over a state that is in ``slot``; False if the store did not take it."""
+        """Hand over a state that is in ``slot`` and soon will not be; False if the store did not take it."""
         if self.store is None:
             return False
-        self.store.put_state(
-            parent, tail, self._source.state_bytes(slot),
-            position=position, kind=want.kind, priority=want.priority, pinned=want.pinned or want.tip, session=session,
-        )  # fmt: skip
+        if self._renewed(parent, tail, want, session):
+            return True
+        data = self._mover.stage_state(slot, wait=True)
+        return data is not None and self._state(parent, tail, data, position, want, session)
+
+    def _renewed(self, parent: bytes, tail: bytes, want: Want, session: str) -> bool:
+        """Whether host memory has it, which need not be brought there again."""
+        return self._host is not None and self._host.renew(parent, tail, **_wanted(want), session=session)
+
+    def _state(self, parent: bytes, tail: bytes, data: Staged, position: int, want: Want, session: str) -> bool:
+        if self.store is None:
+            return False
+        self.store.put_state(parent, tail, data, position=position, **_wanted(want), session=session)
         return any(one.tail == tail for one in self.store.states(parent, tail))
 
     def end(self, node: Node, position: int, session: str) -> None:
@@ -145,12 +200,17 @@ class WriteBehind:
             return
         until = time.monotonic() + timeout
         for checkpoint in sorted(self._due, key=lambda one: (not one.must_keep, -one.want.priority)):
-            self.state(checkpoint)
+            self.state(checkpoint, wait=True)
             if checkpoint in self._due and time.monotonic() < until:
                 self.store.flush(until - time.monotonic())
-                self.state(checkpoint)
+                self.state(checkpoint, wait=True)
         self._due.clear()
+        self.pages(list(self._late), wait=True)
         self.store.flush(max(0.0, until - time.monotonic()))
+
+
+def _wanted(want: Want) -> _Wanted:
+    return {"kind": want.kind, "priority": want.priority, "pinned": want.pinned or want.tip}
 
 
 def place(node: Node, position: int) -> tuple[bytes, bytes]:

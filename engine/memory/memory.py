@@ -14,8 +14,9 @@ from engine.memory.behind import WriteBehind, place
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
 from engine.memory.keys import PAGE_BYTES, encode, page_key, root_key
+from engine.memory.mover import Mover
 from engine.memory.pages import PagePool
-from engine.memory.restore import WHOLE, Group, Mover, Restore
+from engine.memory.restore import WHOLE, Group, Restore
 from engine.memory.resume import Plan
 from engine.memory.states import ZERO_SLOT, Checkpoint, Checkpoints, Want
 from engine.memory.store import StateRef, StateStore
@@ -159,7 +160,7 @@ class Memory:
             self.pool.hold(copied.page)
             self._use(copied, lease, copied=True)
         if self.behind.store is not None and plan.reads:
-            lease.restore = Restore(self.behind.store, plan, self._groups if layered else WHOLE)
+            lease.restore = Restore(self.behind.store, plan, self._groups if layered else WHOLE, self._restores)
         if not self.grow(lease, plan.position):
             raise RuntimeError("a lease was opened that does not fit")
         if copied is not None:
@@ -211,6 +212,7 @@ class Memory:
 
     def abandon(self, lease: Lease) -> None:
         """End a lease into which something is being read."""
+        _restore(lease).stop()
         self.draining.append(lease)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
@@ -241,6 +243,7 @@ class Memory:
     def advance(self, lease: Lease, tokens: Sequence[int], fed: int) -> None:
         """Cache the pages that the first ``fed`` tokens have filled. Where one is cached already, its twin is used:
         their bits are equal."""
+        fresh: list[Node] = []
         while lease.sealed and PAGE * (len(lease.nodes) + 1) <= fed:
             at = len(lease.nodes)
             parent = self._parent(lease, at)
@@ -248,17 +251,19 @@ class Memory:
             node = self.index.put(parent, page, lease.table[at], lease.side, lease.session)
             if node is None:
                 lease.sealed = False
-                return
+                break
             self._remember_page(parent, page)
             if lease.background and lease.restore is None and node.page == lease.table[at]:
                 node.background = True
             if not lease.side:
-                self.behind.page(node)
+                fresh.append(node)
             if node.page != lease.table[at]:
                 self.pool.hold(node.page)
                 self.pool.release(lease.table[at])
                 lease.table[at] = node.page
             lease.nodes.append(node)
+        if fresh:
+            self.behind.pages(fresh)
 
     def reserve_slot(self, lease: Lease, want: Want) -> int | None:
         """A slot to copy the recurrent state into; to be passed to ``capture`` or ``give_back``."""
@@ -338,7 +343,7 @@ class Memory:
                 self.mover.copy_state(lease.slot, slot)
                 kept = self.capture(lease, tokens, fed, slot, tip)
             elif not lease.side and self._finite(lease.slot):
-                self.behind.page(node)
+                self.behind.pages([node])
                 parent, tail = place(node, fed)
                 kept = self.behind.live(parent, tail, lease.slot, fed, tip, lease.session)
         at = len(lease.nodes)
@@ -347,7 +352,7 @@ class Memory:
         if not lease.side and tip is not None:
             for one in lease.nodes if node is None else (*lease.nodes, node):
                 if not one.saved:
-                    self.behind.page(one)
+                    self.behind.pages([one])
                 self.behind.must_keep(one)
             if node is not None and not self.recurrent:
                 self.behind.end(node, fed, lease.session)
@@ -356,6 +361,9 @@ class Memory:
         if tip is None:
             self._drop_broken(nodes)
         return kept
+
+    def _restores(self) -> list[Restore]:
+        return [lease.restore for lease in self.leases if lease.restore is not None]
 
     def _finite(self, slot: int) -> bool:
         """Whether a state may be kept; one that may not is counted."""
@@ -451,8 +459,7 @@ class Memory:
 
     def _evicting(self, node: Node) -> None:
         """A page is about to leave the device."""
-        self.behind.page(node)
-        self.behind.must_keep(node)
+        self.behind.leave(node)
         if node.background:
             self._counts["background_wasted_tokens"] += len(node.tokens) // 4
 

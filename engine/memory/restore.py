@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 from engine.api import PAGE
-from engine.memory.behind import Source
+from engine.memory.host import Held
+from engine.memory.mover import ALL, Arrival, Landing, Mover
 from engine.memory.resume import Plan
-from engine.memory.store import PageRef, Part, Reading, StateRef, StateStore
+from engine.memory.store import PageRef, Reading, Staged, StateRef, StateStore
 
-ALL = slice(None)
+AFTER = 1 << 30
+"""The layer after all others: everything is on its way, and what came has to be right."""
 LAYER_GROUPS = 4
 """A restore that a forward waits for is read in as many parts."""
 
@@ -49,23 +51,45 @@ def layer_groups(pages: Sequence[int], states: Sequence[int], most: int = LAYER_
     return tuple(groups)
 
 
-class Mover(Source, Protocol):
-    """``parts``: components of a state."""
+Stage = Callable[[slice, Staged | None], Landing | None]
 
-    def copy_page(self, source: int, target: int) -> None: ...
-    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None: ...
 
-    def state_finite(self, slot: int, parts: slice = ALL) -> bool:
-        """Whether all numbers of a state are finite."""
+@dataclass(slots=True)
+class _Piece:
+    """What one group needs of a page or of the state, to be read yet. Without it, a plan can reach to ``limit``."""
+
+    group: int
+    limit: int
+    ref: PageRef | StateRef
+    parts: slice
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """``reading`` None: it was in host memory already."""
+
+    group: int
+    limit: int
+    reading: Reading | None
+    landing: Landing
 
 
 class Restore:
-    """What a plan wants of the store, held there from the start until it was read. All or nothing: the sequence may go
-    on at ``position`` when everything is there and right. What is not right lowers ``limit``, the position up to which
-    the next plan may reach. ``finite``: the state has shown no number that is not. ``keep``: a slot for a copy of the
-    state as it was read, which the sequence itself then changes. ``layered``: in parts; ``seconds`` it took."""
+    """What a plan wants of the store, held there from the start until it is on the device. All or nothing: the sequence
+    may go on at ``position`` when everything is there and right. What is not right lowers ``limit``, the position up to
+    which the next plan may reach. ``finite``: the state has shown no number that is not. ``keep``: a slot for a copy of
+    the state as it was read, which the sequence itself then changes. ``layered``: in parts; ``seconds`` it took.
 
-    def __init__(self, store: StateStore, plan: Plan, groups: Sequence[Group] = WHOLE) -> None:
+    ``others``: restores that may have what this one needs room for."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        plan: Plan,
+        groups: Sequence[Group] = WHOLE,
+        others: Callable[[], Sequence[Restore]] = tuple,
+    ) -> None:
         self.position = plan.position
         self.limit = plan.position
         self.state = plan.state_read
@@ -73,6 +97,7 @@ class Restore:
         self.keep: int | None = None
         self._store = store
         self._groups = groups
+        self._others = others
         self._arrived = 0
         self._first = len(plan.pages)
         self._pages = list(plan.stored)
@@ -85,7 +110,11 @@ class Restore:
         self.disk_bytes = plan.disk_bytes
         self.seconds = 0.0
         self.layered = len(groups) > 1
-        self._pending: deque[tuple[int, int, Reading]] = deque()
+        self._todo: deque[_Piece] = deque()
+        self._pending: deque[_Pending] = deque()
+        self._landed: list[Landing] = []
+        self._arriving: list[Arrival] = []
+        self._held = True
         store.hold(self._refs)
 
     @property
@@ -94,68 +123,151 @@ class Restore:
         return self.limit == self.position and self.finite
 
     def begin(self, mover: Mover, slot: int, table: Sequence[int]) -> None:
-        """Ask for everything, group by group, in each the state first. Without one page, a plan can reach as far as
-        what lies before it."""
+        """Ask for everything, as far as there is room for it, group by group, in each the state first. Without one
+        page, a plan can reach as far as what lies before it."""
         self._mover, self._slot, self._begun = mover, slot, time.perf_counter()
-        state = mover.state_bytes(slot) if self.state is not None else ()
-        pages = [
-            (PAGE * at, ref, mover.page_bytes(table[at], len(ref.tokens) // 4))
-            for at, ref in enumerate(self._pages, self._first)
-        ]
-        parts: list[Part] = []
-        of: list[tuple[int, int]] = []
-        for number, group in enumerate(self._groups):
-            if self.state is not None and state[group.states]:
-                parts.append((self.state, state[group.states], group.states.start or 0))
-                of.append((number, self.position - 1))
-            for limit, ref, data in pages if pages and pages[0][2][group.pages] else ():
-                parts.append((ref, data[group.pages], group.pages.start or 0))
-                of.append((number, limit))
-        readings = self._store.read_parts(parts)
-        self._pending.extend((*one, reading) for one, reading in zip(of, readings, strict=True))
+        self._todo.extend(self._pieces(mover, slot, table))
+        self._ask()
 
     def poll(self) -> bool:
         """Whether nothing is on its way any more."""
-        while self._pending and self._pending[0][2].done():
+        while self._pending and self._is_read(self._pending[0]):
             self._take()
-        return not self._pending
+        self._ask()
+        self._land()
+        self._look(wait=False)
+        if not (self._todo or self._pending or self._arriving):
+            self._end()
+        return not self._held
 
     def wait(self) -> None:
         """Until the next read has ended."""
         if self._pending:
             self._take()
+            self._ask()
+        elif self._arriving:
+            self._look(wait=True)
+
+    def stop(self) -> None:
+        """Nobody needs what has not been asked for yet."""
+        self._todo.clear()
 
     def wait_layer(self, layer: int) -> None:
-        """Until everything that layers up to this one need is there, and right. Raises RestoreFailed."""
+        """Until everything that layers up to this one need is there, or will be before they are computed. Raises
+        RestoreFailed if something is not right; after ``AFTER`` everything is."""
         while self._arrived < len(self._groups) and self._groups[self._arrived].layer <= layer:
             self._wait_group()
+        if layer >= AFTER:
+            self._look(wait=True)
+            if not self.right:
+                raise RestoreFailed
 
     def finish(self) -> bool:
         """Whether everything was right, after waiting for what is still on its way."""
         try:
-            while self._arrived < len(self._groups):
-                self._wait_group()
+            self.wait_layer(AFTER)
         except RestoreFailed:
             return False
+        self.poll()
         return True
 
-    def _wait_group(self) -> None:
-        """The next one. Its part of the state is looked at and copied before anything goes on from it."""
-        while self._pending and self._pending[0][0] == self._arrived:
+    def give_room(self) -> bool:
+        """Another needs room: end the oldest thing that is on its way. False if nothing is."""
+        if self._pending:
             self._take()
-        states = self._groups[self._arrived].states
-        if self.right and self.state is not None:
-            self.finite = self._mover.state_finite(self._slot, states)
+        elif not self._landed and not self._arriving:
+            return False
+        self._land()
+        self._look(wait=True)
+        return True
+
+    def _pieces(self, mover: Mover, slot: int, table: Sequence[int]) -> Iterator[_Piece]:
+        for number, group in enumerate(self._groups):
+            if self.state is not None and not _empty(group.states):
+                state = partial(mover.state_in, slot)
+                yield _Piece(number, self.position - 1, self.state, group.states, state)
+            for at, ref in enumerate(() if _empty(group.pages) else self._pages, self._first):
+                page = partial(mover.page_in, table[at], len(ref.tokens) // 4)
+                yield _Piece(number, PAGE * at, ref, group.pages, page)
+
+    def _ask(self) -> None:
+        """Begin to read as much as there is room for."""
+        read: list[tuple[_Piece, Landing, int]] = []
+        pending: list[tuple[_Piece, Landing]] = []
+        while self._todo:
+            piece = self._todo[0]
+            source = piece.ref.data if isinstance(piece.ref, Held) else None
+            first = piece.parts.start or 0
+            landing = piece.stage(piece.parts, source)
+            if landing is None:
+                break
+            if landing.rest is None:
+                self._todo.popleft()
+            else:
+                piece.parts = landing.rest
+            pending.append((piece, landing))
+            if landing.data:
+                read.append((piece, landing, first))
+        readings = iter(self._store.read_parts([(piece.ref, landing.data, first) for piece, landing, first in read]))
+        for piece, landing in pending:
+            reading = next(readings) if landing.data else None
+            self._pending.append(_Pending(piece.group, piece.limit, reading, landing))
+
+    def _is_read(self, one: _Pending) -> bool:
+        return one.reading is None or one.reading.done()
+
+    def _take(self) -> None:
+        one = self._pending.popleft()
+        if one.reading is None or one.reading.wait():
+            self._landed.append(one.landing)
+        else:
+            self.limit = min(self.limit, one.limit)
+            one.landing.drop()
+        if not (self._pending or self._todo):
+            self.seconds = time.perf_counter() - self._begun
+
+    def _land(self) -> None:
+        """What was read goes to the device."""
+        if self._landed:
+            self._arriving.append(self._mover.land(self._landed))
+            self._landed = []
+
+    def _look(self, *, wait: bool) -> None:
+        """At what has arrived."""
+        for arrival in self._arriving if wait else [one for one in self._arriving if one.done()]:
+            self.finite = arrival.finite() and self.finite
+        self._arriving = [] if wait else [one for one in self._arriving if not one.done()]
+
+    def _wait_group(self) -> None:
+        """The next one. Its part of the state is copied before anything goes on from it."""
+        while self._waits_for(self._pending) or self._waits_for(self._todo):
+            self._go_on()
+        self._land()
+        for arrival in self._arriving:
+            arrival.join()
+        self._look(wait=False)
         if not self.right:
             raise RestoreFailed
         if self.state is not None and self.keep is not None:
-            self._mover.copy_state(self._slot, self.keep, states)
+            self._mover.copy_state(self._slot, self.keep, self._groups[self._arrived].states)
         self._arrived += 1
 
-    def _take(self) -> None:
-        _, limit, reading = self._pending.popleft()
-        if not reading.wait():
-            self.limit = min(self.limit, limit)
-        if not self._pending:
-            self.seconds = time.perf_counter() - self._begun
+    def _waits_for(self, line: Sequence[_Piece | _Pending]) -> bool:
+        return bool(line) and line[0].group == self._arrived
+
+    def _go_on(self) -> None:
+        """Wait for something that brings this forward."""
+        if self._pending:
+            self._take()
+        elif not self.give_room() and not any([one.give_room() for one in self._others() if one is not self]):
+            raise RuntimeError("there is no room to read into, though nothing is being read")
+        self._ask()
+
+    def _end(self) -> None:
+        if self._held:
+            self._held = False
             self._store.release(self._refs)
+
+
+def _empty(parts: slice) -> bool:
+    return parts.start is not None and bool(parts.start >= parts.stop)

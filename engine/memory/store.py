@@ -13,6 +13,22 @@ Buffers = Sequence[memoryview]
 """Contiguous bytes, one per component: keys and values of each attention layer, in layer order; or each tensor of a
 recurrent state."""
 
+
+class Staged(list[memoryview]):
+    """Such bytes, which may still be on their way from the device. As it is here: bytes in place, which are there."""
+
+    def ready(self) -> bool:
+        """Whether they are there; until then nobody may look at them."""
+        return True
+
+    def wait(self) -> bool:
+        """Until they are. Whether all of them are finite numbers, as far as that was to be looked at."""
+        return True
+
+    def drop(self) -> None:
+        """Nobody needs them any more."""
+
+
 Tier = Literal["host", "disk"]
 
 

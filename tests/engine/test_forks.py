@@ -10,7 +10,7 @@ from engine_support import ARCHITECTURES, GREEDY, Bench, check_memory, prompt, r
 
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
-from engine.memory.restore import ALL
+from engine.memory.mover import ALL
 from engine.memory.states import Want
 from engine.sequence import TIP
 

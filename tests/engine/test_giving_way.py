@@ -13,7 +13,7 @@ from engine.memory.index import Node, PageIndex
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
 from engine.memory.queue import LeastFirst
-from engine.memory.restore import ALL
+from engine.memory.mover import ALL
 from engine.memory.states import FRESH, LIVE_SESSIONS, Checkpoint, Checkpoints, Want
 from engine.sequence import TIP
 

@@ -71,8 +71,8 @@ def test_logits_equal_the_twins(runners: Callable[[str], tuple[Runner, Runner]],
     both(Rows([1], 64, [3, 0], 1, logits=True), Rows([9], 1, [5], 2, logits=True))
     # From the snapshot, the same tokens again give the state that going through gave.
     for runner in (device, twin):
-        runner.copy_state(3, 5)
-        runner.copy_page(3, 1)
+        runner.mover.copy_state(3, 5)
+        runner.mover.copy_page(3, 1)
     assert both(Rows(tokens(7, 1)[3:], 60, [1], 5, logits=True)).shape[0] == 1
     for states in device.cache.states:
         torch.testing.assert_close(states[5], states[4], rtol=1e-4, atol=1e-5)
@@ -102,7 +102,7 @@ def test_pages_and_states_on_a_device_are_not_read_in_place(tmp_path: Path) -> N
         Loader(Source(directory, "float32"), ops), 512, lambda *_: None
     )
     runner = Runner(model, ops, torch.float32, pages=2, slots=2, device=torch.device("meta"))
-    for read in (lambda: runner.page_bytes(0, 1), lambda: runner.state_bytes(0)):
+    for read in (lambda: runner.mover.stage_pages([(0, 1)]), lambda: runner.mover.stage_state(0)):
         with pytest.raises(RuntimeError, match="on meta cannot be read in place"):
             read()
 

@@ -48,7 +48,7 @@ def test_steps_are_forwards() -> None:
         assert torch.equal(one.forward(alone), steps.run(alone))
         tables[0] = [0, 4]  # another page in the same place
         for runner in (one, other):
-            runner.copy_page(1, 4)
+            runner.mover.copy_page(1, 4)
         moved = [Rows([1], 68, tables[0], 1, logits=True)]
         assert torch.equal(one.forward(moved), steps.run(moved))
 
