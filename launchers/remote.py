@@ -41,9 +41,8 @@ _CONTROLS = 64
 
 async def connect(settings: ServeSettings, family: Family, model: Path, display: Display) -> RemoteClient:
     """The remote engine, which has shown that it serves the model in the folder ``model``. Raises ServeError."""
-    client = RemoteClient(
-        address(settings), checkpoint(family, model), settings.max_sequences + settings.queue, display.note
-    )
+    most = settings.max_sequences + settings.queue
+    client = RemoteClient(address(settings), checkpoint(family, model), most, display.note, settings.engine_silence)
     try:
         await client.connect()
     except RemoteError as error:

@@ -47,6 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(model, "--engine-model", str, "NAME", "which of its models", "its first")
     flag(model, "--engine-key-file", Path, "FILE", f"the API key it wants; see also {ENGINE_KEY}", "none")
     flag(
+        model, "--engine-silence", float, "SECONDS",
+        "give up an answer that has begun and says nothing more for so long",
+    )  # fmt: skip
+    flag(
         model, "--script", Path, "FILE", "take the next tokens from these rules, and compute the rest for real", "none"
     )
 

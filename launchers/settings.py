@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.api import EngineConfig, StoreSettings
+from engine.remote.api import SILENCE_SECONDS
 from server.keys import ApiKey
 
 STORE = StoreSettings(directory="")
@@ -19,7 +20,8 @@ ENGINE_KEY = "FT_ENGINE_KEY"
 class ServeSettings(BaseModel):
     """``model`` None serves the embedded model, kept under ``cache`` (None: the user's cache folder). ``engine``: the
     address of an SGLang or vLLM server that computes, instead of a worker of ours; ``engine_model`` "" asks for its
-    first model, the key it wants is in ``engine_key_file``. ``port`` 0 takes a free one. ``ready_file`` is written once
+    first model, the key it wants is in ``engine_key_file``, and an answer of its that has begun and says nothing for
+    ``engine_silence`` seconds is given up. ``port`` 0 takes a free one. ``ready_file`` is written once
     requests are answered: JSON with ``url``, ``pid`` and ``worker_pid`` (0 without a worker of ours). ``runtime_dir``
     holds the socket and the lock of a running server (None: the user's runtime folder). ``max_output_tokens`` 0:
     whatever the context leaves. ``worker_silence_seconds``: a worker whose process has not
@@ -38,6 +40,7 @@ class ServeSettings(BaseModel):
     engine: str | None = None
     engine_model: str = ""
     engine_key_file: Path | None = None
+    engine_silence: float = Field(default=SILENCE_SECONDS, gt=0)
     script: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)

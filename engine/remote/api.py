@@ -14,6 +14,8 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """No token is chosen for the model, not even where the grammar leaves only one text."""
 
 _NEVER = -9999.0
+SILENCE_SECONDS = 600.0
+"""From one event of an answer that has begun to the next. The first may take as long as it takes."""
 
 
 class RemoteError(Exception):

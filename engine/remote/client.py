@@ -21,7 +21,7 @@ from engine.api import AdminAction, AdminReply, Admitted, Done, Failed, ModelInf
 from engine.client import EngineError, EngineStream, Inbox, QueueFull, WorkerUnavailable
 from engine.refusal import refuse
 from engine.remote.answer import Answer
-from engine.remote.api import Address, Cached, Checkpoint, Dialect, Facts, Problem, RemoteError
+from engine.remote.api import SILENCE_SECONDS, Address, Cached, Checkpoint, Dialect, Facts, Problem, RemoteError
 from engine.remote.identify import identify
 from engine.remote.sse import events
 
@@ -59,15 +59,22 @@ class _Open:
 
 class RemoteClient:
     """Of one address. Everything happens on one event loop. ``max_open``: requests that may be open at once.
+    ``silence``: an answer that has begun and says nothing for so many seconds is given up.
 
     A remote that is gone ends every open request with ``worker_lost`` and is looked for until it is back, if need be
     with another incarnation of the same model.
     """
 
     def __init__(
-        self, address: Address, checkpoint: Checkpoint, max_open: int, note: Callable[[str], None] = lambda _: None
+        self,
+        address: Address,
+        checkpoint: Checkpoint,
+        max_open: int,
+        note: Callable[[str], None] = lambda _: None,
+        silence: float = SILENCE_SECONDS,
     ) -> None:
         self.lost = 0
+        self._silence = silence
         self._address, self._checkpoint, self.max_open, self._note = address, checkpoint, max_open, note
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if address.key:
@@ -272,6 +279,7 @@ class RemoteClient:
                 return
             if not dialect.reports_first:
                 entry.inbox.decided.set()
+            ending = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None) as patience:
                     async for data in events(response):
@@ -281,8 +289,15 @@ class RemoteClient:
                         if entry.inbox.ended:
                             self._drop(request.id)
                             return
-                        if answer.over and patience.when() is None:
-                            patience.reschedule(asyncio.get_running_loop().time() + END_SECONDS)
+                        if not ending:
+                            ending = answer.over
+                            now = asyncio.get_running_loop().time()
+                            patience.reschedule(now + (END_SECONDS if ending else self._silence))
+            if patience.expired() and not ending:
+                _log.warning("request %s: no event for %g seconds", request.id, self._silence)
+                self._put(request.id, entry, answer.lost("fell silent in the midst of the answer"))
+                self._drop(request.id)
+                return
         self._put(request.id, entry, answer.end())
 
     def _put(self, request_id: str, entry: _Open, reply: Admitted | Tokens | Done | Failed) -> None:

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.remote.api import Address, RemoteError
+from engine.remote.api import SILENCE_SECONDS, Address, RemoteError
 from engine.remote.client import RemoteClient
 from launchers.remote import checkpoint
 from parsers.load import Family
@@ -437,12 +437,14 @@ class FrontDoor:
 
 
 @asynccontextmanager
-async def front_door(double: Double, *, key: str = "", **settings: Any) -> AsyncIterator[FrontDoor]:
+async def front_door(
+    double: Double, *, key: str = "", silence: float = SILENCE_SECONDS, **settings: Any
+) -> AsyncIterator[FrontDoor]:
     """Our server before the double. Raises RemoteError where the two do not fit."""
     notes: list[str] = []
     async with double_at(double) as remote:
         ours = checkpoint(double.family, Path("absent"))
-        engine = RemoteClient(Address(remote.url, key), ours, 8, notes.append)
+        engine = RemoteClient(Address(remote.url, key), ours, 8, notes.append, silence)
         try:
             await engine.connect()
         except RemoteError:

@@ -33,7 +33,10 @@ async def test_what_cannot_fit_is_refused_untokenized(
         assert refused.status_code == 400 and not encoded
         message = refused.json()["error"]["message"]
         if path == "/v1/chat/completions":
-            assert f"maximum context length is {CONTEXT - 1} tokens" in message and f"in at least {tokens} tokens" in message
+            assert (
+                f"maximum context length is {CONTEXT - 1} tokens" in message
+                and f"in at least {tokens} tokens" in message
+            )
             assert refused.json()["error"]["code"] == "context_length_exceeded"
         else:
             assert message == f"prompt is too long: at least {tokens} tokens > {CONTEXT - 1} maximum"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -82,6 +83,24 @@ async def test_an_answer_whose_stream_does_not_end(family: Family, monkeypatch: 
     async with front_door(Liar(family)) as door:
         _, said = await ask(door, [event([65], "stop"), ""])
     assert (said["choices"][0]["text"], said["choices"][0]["finish_reason"]) == ("A", "stop")
+
+
+async def test_an_answer_that_falls_silent_is_given_up(family: Family) -> None:
+    """The first token may take longer than that."""
+    async with front_door(Liar(family), silence=0.2) as door:
+        status, said = await ask(door, [event([65]), ""], max_tokens=4)
+        assert status == 503 and "fell silent in the midst of the answer" in said["error"]["message"], said
+        while not door.double.aborted:
+            await asyncio.sleep(0.005)
+        assert door.state.engine.info is not None
+        late = StreamingResponse(after(0.6, event([65], "stop")), media_type="text/event-stream")
+        status, said = await ask(door, late, max_tokens=4)
+        assert (status, said["choices"][0]["text"]) == (200, "A")
+
+
+async def after(seconds: float, one: JSON) -> AsyncIterator[str]:
+    await asyncio.sleep(seconds)
+    yield f"data: {json.dumps(one)}\n\n"
 
 
 NONSENSE: list[list[JSON | str]] = [
