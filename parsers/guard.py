@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from parsers.alternatives import alternatives
 from parsers.memory import Memory
@@ -26,7 +27,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _MEMORY = 32 << 20
 
 
-class Fixed(list[object]):
+class Fixed(list[Any]):
     """A list that no template may change, because it is handed to others too (``template``)."""
 
 

@@ -8,16 +8,19 @@ so that no template takes it for a new query and drops thinking because of it.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from threading import Lock
 from typing import Literal
 
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import LONGEST_NAME, CallIds, Format
-from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, around
+from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Fixed, Guard, around
 from parsers.memory import Memory
 from parsers.plain_schema import plain_schema
 from parsers.prompt import TurnKind
@@ -28,6 +31,8 @@ ThinkingField = Literal["", "reasoning_content", "reasoning", "thinking", "chunk
 Calls = Literal["template", "rewritten", "rewritten_bare", "content"]
 Message = dict[str, object]
 _MEMORY = 64 << 20
+_TOOLS = 16
+"""Lists of tools whose descriptions are remembered."""
 
 
 class RenderError(Exception):
@@ -91,10 +96,26 @@ class Plan:
     """(kind, turn, text) of turns that the template refuses, by the item before which they stand."""
     continues: bool = False
     """The last item is an answer that is to go on."""
+    stem: PlanStem | None = None
 
     def add(self, item: Item, message: Message) -> None:
         self.items.append(item)
         self.messages.append(message)
+
+
+@dataclass(frozen=True)
+class PlanStem:
+    """How far a plan had come before the last answer, at the turn ``turn``: nothing that follows changes it."""
+
+    turn: int
+    items: tuple[Item, ...]
+    messages: tuple[Message, ...]
+    refused: Mapping[int, list[tuple[TurnKind, int, str]]]
+    made: Mapping[str, _Made]
+    count: int
+    early: frozenset[tuple[int, str]]
+    first: str
+    in_loop: bool
 
 
 class Planner:
@@ -105,17 +126,22 @@ class Planner:
     ) -> None:
         self._format, self._guard, self._traits, self._written_ids = wire_format, guard, traits, written_ids
         self._known: Memory[ToolCall, object] = Memory(_MEMORY, _size)
+        self._tools: deque[tuple[Sequence[Tool], Fixed]] = deque(maxlen=_TOOLS)
+        self._lock = Lock()
 
-    def tools(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
+    def tools(self, tools: Sequence[Tool]) -> Fixed:
         """The tools that the template is told of."""
-        return self._described(tools) if self._traits.declares_tools and not self._traits.tools_move else []
+        return self._described(tools) if self._traits.declares_tools and not self._traits.tools_move else Fixed()
 
     def moved_tools(self, tools: Sequence[Tool]) -> tuple[list[Message], list[dict[str, object]]]:
         """Messages and tools for the shortest prompt that tells of them."""
         return [{"role": "user", "content": self._marked("x", USER)}], self._described(tools)
 
-    def plan(self, conversation: Conversation) -> Plan:
-        """Raises RenderError."""
+    def plan(self, conversation: Conversation, stem: PlanStem | None = None) -> Plan:
+        """``stem``: of a plan for the same tools and the same turns, up to one that is an answer here too. What came of
+        it are the same objects again. Raises RenderError."""
+        if stem is not None:
+            return _Planning(self, conversation, stem).plan
         for tool in conversation.tools:
             if not self._format.can_call(tool.name):
                 raise RenderError(
@@ -124,7 +150,17 @@ class Planner:
                 )
         return _Planning(self, conversation).plan
 
-    def _described(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
+    def _described(self, tools: Sequence[Tool]) -> Fixed:
+        """The same object for the same tools."""
+        with self._lock:
+            known = next((made for some, made in self._tools if same_tools(some, tools)), None)
+        if known is None:
+            known = Fixed(self._describe(tools))
+            with self._lock:
+                self._tools.append((tools, known))
+        return known
+
+    def _describe(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
         if self._traits.plain_schemas:
             tools = [replace(tool, parameters=plain_schema(tool.parameters)) for tool in tools]
         return tool_descriptions(self._guard, tools)
@@ -158,14 +194,14 @@ class Planner:
         if thinking.strip() or thought:
             self._put_thinking(message, self._marked(thinking, THOUGHT))
         if calls and self._traits.calls != "content":
-            message["tool_calls"] = [
+            message["tool_calls"] = Fixed(
                 {
                     "type": "function",
                     "id": self._guard.text(one.identity),
                     "function": {"name": self._guard.text(one.call.name), "arguments": self._arguments(one.call)},
                 }
                 for one in calls
-            ]
+            )
         return message
 
     def _put_thinking(self, message: Message, thinking: str) -> None:
@@ -173,7 +209,7 @@ class Planner:
         if where == "chunks":
             chunks = [{"type": "thinking", "thinking": thinking}]
             chunks += [{"type": "text", "text": str(message["content"])}] if message["content"] else []
-            message["content"] = chunks
+            message["content"] = Fixed(chunks)
         elif where:
             message[where] = thinking
 
@@ -202,7 +238,7 @@ class _Made:
 class _Planning:
     """One conversation as it becomes a plan."""
 
-    def __init__(self, planner: Planner, conversation: Conversation) -> None:
+    def __init__(self, planner: Planner, conversation: Conversation, stem: PlanStem | None = None) -> None:
         self.plan = Plan()
         self._planner = planner
         self._format, self._traits = planner._format, planner._traits
@@ -213,10 +249,16 @@ class _Planning:
         self._first = ""  # system text that waits for the first user turn
         self._in_loop = False  # the last answer made calls
         told = [turn.role for turn in conversation.turns[:1]] == ["system"]
-        if not self._traits.declares_tools and conversation.tools and not told:
+        if stem is not None:
+            self._go_on(stem)
+        elif not self._traits.declares_tools and conversation.tools and not told:
             self._system(-1, planner._system("", conversation.tools))
+        begin = stem.turn if stem else 0
+        self._last = last_answer(conversation, begin)
         # An answer that says nothing is none: to some templates it is the end of a turn before it.
-        turns = [one for one in enumerate(conversation.turns) if not _is_answer(one) or _has_content(one[1])]
+        turns = [
+            one for one in enumerate(conversation.turns[begin:], begin) if not _is_answer(one) or has_content(one[1])
+        ]
         if not self._traits.answers_in_a_row:
             turns = [
                 one for answers, run in groupby(turns, _is_answer) for one in (_joined([*run]) if answers else run)
@@ -228,7 +270,23 @@ class _Planning:
                 self._outputs([(index, *one) for index, turn in run for one in _outputs(turn)])
             else:
                 for index, turn in run:
+                    if index == self._last:
+                        self.plan.stem = self._stem(index)
                     self._turn(index, turn)
+
+    def _stem(self, turn: int) -> PlanStem:
+        plan = self.plan
+        refused = {item: list(turns) for item, turns in plan.refused.items()}
+        items, messages, early = tuple(plan.items), tuple(plan.messages), frozenset(self._early)
+        return PlanStem(
+            turn, items, messages, refused, dict(self._made), self._count, early, self._first, self._in_loop
+        )
+
+    def _go_on(self, stem: PlanStem) -> None:
+        self.plan.items, self.plan.messages = [*stem.items], [*stem.messages]
+        self.plan.refused = {item: list(turns) for item, turns in stem.refused.items()}
+        self._made, self._count, self._early = dict(stem.made), stem.count, set(stem.early)
+        self._first, self._in_loop = stem.first, stem.in_loop
 
     def _turn(self, index: int, turn: Turn) -> None:
         planner, plan = self._planner, self.plan
@@ -324,6 +382,20 @@ class _Planning:
         self.plan.add(Item("tool_output", index), self._planner._output(self._made[call_id].identity, texts))
 
 
+def same_tools(some: Sequence[Tool], others: Sequence[Tool]) -> bool:
+    """Are they the same objects? That they are equal says too little: 1 is equal to true in a schema."""
+    return some is others or (len(some) == len(others) and all(map(operator.is_, some, others)))
+
+
+def last_answer(conversation: Conversation, begin: int = 0) -> int:
+    """The last answer that is not the first turn, and has another's before it; -1 without one."""
+    turns = conversation.turns
+    for index in range(len(turns) - 1, max(begin, 1) - 1, -1):
+        if turns[index].role == "assistant" and has_content(turns[index]):
+            return index if turns[index - 1].role != "assistant" else -1
+    return -1
+
+
 def _is_answer(numbered: tuple[int, Turn]) -> bool:
     return numbered[1].role == "assistant"
 
@@ -346,7 +418,7 @@ def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
     return [(run[-1][0], Turn("assistant", (*thinking, text, *calls)))]
 
 
-def _has_content(turn: Turn) -> bool:
+def has_content(turn: Turn) -> bool:
     return turn.sampled is not None or any(isinstance(block, ToolCall) or _says(block) for block in turn.blocks)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -54,6 +55,12 @@ class Prompt:
     effort: Effort | None = None
     opener: tuple[int, ...] = ()
     continues: bool = False
+    known: bytes = field(default=b"", repr=False, compare=False)
+
+    @property
+    def packed(self) -> bytes:
+        """The ids as u32 of this machine's byte order."""
+        return self.known or array("I", self.ids).tobytes()
 
 
 class Pieces:
@@ -103,17 +110,51 @@ def _size(key: tuple[str, tuple[int, ...], int | None], piece: _Piece) -> int:
     return sys.getsizeof(key[0]) + sum(map(sys.getsizeof, (key, key[1], piece, *piece)))
 
 
+_Open = tuple[int, int, SpanKind, int]
+"""A span from one place to another."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a writer had written, and what it still held."""
+
+    ids: tuple[int, ...]
+    packed: bytes
+    spans: tuple[Span, ...]
+    text: str
+    places: tuple[int, ...]
+    pending: tuple[int, ...]
+    open: tuple[_Open, ...]
+
+
+_NOTHING = Written((), b"", (), "", (), (), ())
+
+
 class Writer:
     """Ids and spans as they grow. A place is a number for a position that is known once the text around it is."""
 
-    def __init__(self, pieces: Pieces, remember: bool) -> None:
+    def __init__(self, pieces: Pieces, remember: bool, before: Written = _NOTHING) -> None:
+        """``before``: what another writer had written up to here."""
         self._pieces, self._remember = pieces, remember
-        self._ids: list[int] = []
-        self._text: list[str] = []
-        self._length = 0
-        self._places: list[int] = []
-        self._pending: list[int] = []  # places in the collected text, as offsets in it
-        self._spans: list[tuple[int, int, SpanKind, int]] = []
+        self._before = before
+        self._base = len(before.ids)
+        self._ids: list[int] = []  # behind those
+        self._text: list[str] = [before.text] if before.text else []
+        self._length = len(before.text)
+        self._places = [*before.places]
+        self._pending = [*before.pending]  # places in the collected text, as offsets in it
+        self._spans = [*before.open]
+
+    def written(self) -> Written:
+        known = len(self._places)
+        # The last one may still grow.
+        closed = [span for span in self._spans[:-1] if max(span[:2]) < known]
+        still = [span for span in self._spans[:-1] if max(span[:2]) >= known] + self._spans[-1:]
+        text = "".join(self._text)
+        return Written(
+            *(*self._all_ids(), self._all_spans(closed), text),
+            *(tuple(self._places), tuple(self._pending), tuple(still)),
+        )
 
     def text(self, text: str) -> None:
         if text:
@@ -144,22 +185,33 @@ class Writer:
 
     def cut(self) -> int:
         """What follows is encoded by itself. Returns the number of ids so far."""
-        start = len(self._ids)
+        start = self._base + len(self._ids)
         if self._text:
-            before = self._ids[-1] if self._ids else None
+            before = next(iter(self._ids[-1:] or self._before.ids[-1:]), None)
             piece = self._pieces.of("".join(self._text), tuple(self._pending), before, self._remember)
             self._ids.extend(piece[0])
             self._places.extend([start + position for position in piece[1]])
         else:
             self._places.extend([start] * len(self._pending))
         self._text, self._length, self._pending = [], 0, []
-        return len(self._ids)
+        return self._base + len(self._ids)
 
-    def finish(self) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+    def finish(self) -> tuple[tuple[int, ...], bytes, tuple[Span, ...]]:
+        """Ids, the same packed, and spans."""
         self.cut()
-        places = self._places
-        spans = [Span(places[start], places[end], kind, turn) for start, end, kind, turn in self._spans]
-        return tuple(self._ids), tuple(sorted(spans, key=lambda span: (span.start, -span.end)))
+        return *self._all_ids(), self._all_spans(self._spans)
+
+    def _all_ids(self) -> tuple[tuple[int, ...], bytes]:
+        before = self._before
+        return before.ids + tuple(self._ids), before.packed + array("I", self._ids).tobytes()
+
+    def _all_spans(self, some: Iterable[_Open]) -> tuple[Span, ...]:
+        """Those from before and these, in order."""
+        places, before = self._places, self._before.spans
+        spans = sorted((Span(places[start], places[end], kind, turn) for start, end, kind, turn in some), key=_order)
+        if before and spans and _order(spans[0]) < _order(before[-1]):
+            return tuple(sorted((*before, *spans), key=_order))
+        return before + tuple(spans)
 
     def _meet(self, one: int, other: int) -> bool:
         """Are two places the same?"""
@@ -167,3 +219,7 @@ class Writer:
         if max(one, other) < known:
             return self._places[one] == self._places[other]
         return min(one, other) >= known and self._pending[one - known] == self._pending[other - known]
+
+
+def _order(span: Span) -> tuple[int, int]:
+    return span.start, -span.end

@@ -31,6 +31,7 @@ from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, visib
 from parsers.memory import Memory
 from parsers.messages import Item, Plan, Planner, RenderError, Traits
 from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
+from parsers.stems import Mark, Stem, Stems
 from parsers.template import TemplateRefusal
 from parsers.tokens import Tokenizer
 from parsers.turns import Block, Finder, Part, Parts, common
@@ -61,11 +62,13 @@ class Renderer:
         self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
         self._known: Memory[tuple[tuple[int, ...], bool], _SampledParts] = Memory(_MEMORY, lambda k, v: _size(k[0], v))
         self._ids: Memory[tuple[int, ...], Sequence[str]] = Memory(_MEMORY, _size)
+        self._stems = Stems()
 
     def with_traits(self, traits: Traits) -> Renderer:
         """The same for other traits; what knows the vocabulary is shared."""
         other = copy(self)
         other.traits, other._planner = traits, Planner(self.format, self.guard, traits, self.written_ids)
+        other._stems = Stems()
         return other
 
     @property
@@ -98,8 +101,12 @@ class Renderer:
         self, conversation: Conversation, *, thinking: bool = True, effort: Effort | None = None, remember: bool = True
     ) -> Prompt:
         """Raises RenderError."""
-        plan = self._planner.plan(conversation)
-        blocks = self._finder.blocks(self._text(plan, conversation, thinking, effort))
+        stem = self._stems.find(conversation, thinking, effort) if remember else None
+        plan = self._planner.plan(conversation, stem.plan if stem else None)
+        text = self._text(plan, conversation, thinking, effort)
+        blocks = self._go_on(text, stem)
+        if blocks is None:
+            stem, blocks = None, self._finder.blocks(text)
         if plan.continues:
             *blocks, last = self._up_to_more(blocks, conversation)
         else:
@@ -109,18 +116,29 @@ class Renderer:
             *blocks, last = blocks
             if not last.assistant or self._finder.end(last.body)[1]:
                 raise _no_answer(conversation)
-        writer = Writer(self._pieces, remember)
-        _Rendering(self, conversation, plan, writer).write(blocks)
+        writer = Writer(self._pieces, remember, stem.written) if stem else Writer(self._pieces, remember)
+        rendering = _Rendering(self, conversation, plan, writer, stem)
+        rendering.write(blocks)
+        if remember and rendering.mark is not None and plan.stem is not None:
+            self._stems.keep(conversation, thinking, effort, text, plan.stem, rendering.mark)
         start = writer.place()
         writer.text(last.header)
         behind_header = writer.cut()
         writer.text(last.body)
         writer.span(start, "generation_prompt", -1)
-        ids, spans = writer.finish()
+        ids, packed, spans = writer.finish()
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
         opener = () if plan.continues else ids[behind_header:]
-        return Prompt(ids, spans, thinking_open and not plan.continues, thinking, effort, opener, plan.continues)
+        open_now = thinking_open and not plan.continues
+        return Prompt(ids, spans, open_now, thinking, effort, opener, plan.continues, packed)
+
+    def _go_on(self, text: str, stem: Stem | None) -> list[Block] | None:
+        """The blocks behind the stem; None where the text does not go on as it did."""
+        if stem is None or not text.startswith(stem.text):
+            return None
+        last, *blocks = self._finder.blocks(text, stem.block) or [Block("", "", False)]
+        return blocks if len(last.text) == len(stem.text) - stem.block and blocks else None
 
     def _up_to_more(self, blocks: list[Block], conversation: Conversation) -> list[Block]:
         """The turns up to where the last answer goes on. Raises RenderError."""
@@ -189,15 +207,19 @@ class Renderer:
 
 
 class _Rendering:
-    """One conversation as it is written."""
+    """One conversation as it is written, behind a stem if there is one. ``mark``: what the next stem begins with."""
 
-    def __init__(self, renderer: Renderer, conversation: Conversation, plan: Plan, writer: Writer) -> None:
+    def __init__(
+        self, renderer: Renderer, conversation: Conversation, plan: Plan, writer: Writer, stem: Stem | None = None
+    ) -> None:
         self._renderer, self._conversation, self._plan, self._writer = renderer, conversation, plan, writer
         self._format, self._traits = renderer.format, renderer.traits
         self._finder = renderer._finder
-        self._position = 0
-        self._moved = renderer.moved_tools(conversation)
-        self._tools_found = not conversation.tools or bool(self._moved)
+        self.mark: Mark | None = None
+        self._stem = stem
+        self._position = len(stem.plan.items) if stem else 0
+        self._moved = stem.moved if stem else renderer.moved_tools(conversation)
+        self._tools_found = stem.tools_found if stem else not conversation.tools or bool(self._moved)
         names = (renderer.guard.text(tool.name) for tool in conversation.tools[:1])
         self._tool_name = next(names, "")
 
@@ -207,8 +229,10 @@ class _Rendering:
         while number < len(blocks):
             block, number = blocks[number], number + 1
             if not block.assistant:
-                self._others(block, first=number == 1)
+                self._others(block, first=number == 1 and self._stem is None)
                 continue
+            if self._plan.stem is not None and self._position == len(self._plan.stem.items):
+                self._mark(blocks[: number - 1])
             while self._format.frames and number < len(blocks) and blocks[number].assistant and not self._next_begins():
                 block = Block(block.text + blocks[number].text, block.header, True)
                 number += 1
@@ -217,6 +241,13 @@ class _Rendering:
             raise self._misplaced(self._plan.items[self._position])
         self._refused()
         self._tell_tools()
+
+    def _mark(self, before: Sequence[Block]) -> None:
+        if not before:
+            self.mark = self._stem.mark if self._stem else None
+        elif self._finder.steady(before[-1]):
+            size = sum(len(block.text) for block in before) + (len(self._stem.text) if self._stem else 0)
+            self.mark = Mark(size - len(before[-1].text), size, self._writer.written(), self._moved, self._tools_found)
 
     def _tell_tools(self) -> None:
         """What the template would tell of tools elsewhere."""

@@ -13,6 +13,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from parsers.loops import Loops
+
 _OF_DICTS = frozenset(dir(dict))
 
 
@@ -58,7 +60,10 @@ class ChatTemplate:
         environment.globals.update(special_tokens)
         self.source = source
         try:
-            self._template: Template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self._loops = Loops(environment, parsed)
+            code = environment.compile(parsed)
+            self._template = Template.from_code(environment, code, environment.make_globals(None))
         except TemplateError as error:
             raise TemplateMissing(f"the chat template does not compile: {error}") from error
 
@@ -96,10 +101,9 @@ class ChatTemplate:
     ) -> str:
         """The text with the generation prompt. ``variables`` are what the family's switches say. Raises
         TemplateRefusal."""
+        told = {**variables, "messages": messages, "tools": tools or None, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                {**variables, "messages": messages, "tools": tools or None, "add_generation_prompt": True}
-            )
+            return self._loops.text(self._template, told)
         except (
             TemplateError,
             TypeError,

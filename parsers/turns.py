@@ -40,6 +40,7 @@ class Finder:
         if turns.assistant.open:
             self._headers[turns.assistant.open] = True
         self._header = re.compile(alternatives(self._headers))
+        self._longest = max(map(len, (*self._headers, *turns.headless)), default=0) + len(turns.assistant.close)
         self._any = re.compile(alternatives((*self._headers, *turns.headless)))
         self._headless = frozenset(turns.headless)
         self._asking = (turns.user.open, turns.tools.open)
@@ -50,10 +51,15 @@ class Finder:
         end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
         self._end = re.compile(rf"({end})(?:{re.escape(turns.tail)})?\s*\Z")
 
-    def blocks(self, text: str) -> list[Block]:
-        """The first block is what stands before any header, the last one (of the assistant) the generation prompt."""
-        starts = [(0, "", False)]
-        for match in self._any.finditer(text):
+    def steady(self, block: Block) -> bool:
+        """Is it found again where it begins, and what follows it, whatever comes behind that?"""
+        return bool(block.header) and len(block.text) > 2 * self._longest
+
+    def blocks(self, text: str, begin: int | None = None) -> list[Block]:
+        """The first block is what stands before any header, the last one (of the assistant) the generation prompt.
+        ``begin``: where a block begins that was found before; those from there on."""
+        starts = [(0, "", False)] if begin is None else []
+        for match in self._any.finditer(text, begin or 0):
             header, begin = match[0], match.start()
             if header == self._spelled and not text[max(0, begin - len(self._close) - 8) : begin].rstrip().endswith(
                 self._close
@@ -61,7 +67,12 @@ class Finder:
                 continue
             if header in self._headers:
                 starts.append((begin, header, self._headers[header]))
-            if header in self._headless and starts[-1][1] in self._asking and not self._continues(text, match.end()):
+            if (
+                header in self._headless
+                and starts
+                and starts[-1][1] in self._asking
+                and not self._continues(text, match.end())
+            ):
                 starts.append((match.end(), "", True))
         ends = [start for start, _, _ in starts[1:]] + [len(text)]
         return [

@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import nodes
 
 from parsers.conversation import Block, Conversation, Text, Thinking, ToolCall, Turn
-from parsers.guard import Guard
+from parsers.encoders.message import Encoder
+from parsers.guard import Fixed, Guard
 from parsers.load import Family, Prompt, RenderError
+from parsers.loops import At, Loops, Run
 from parsers.memory import Memory
+from parsers.prompt import Writer
 from parsers.render import Renderer
 from parsers.template import ChatTemplate, TemplateRefusal
 from parsers.tokens import Tokenizer
 from tests.parsers.template_support import NAMES, OTHER, TOOL, answered, family, output, user
 
 every = pytest.mark.parametrize("name", NAMES)
-TEXTS = st.sampled_from(["a", " b\n", "", "<think>x</think> y", "a </s><|im_end|>", "größer 漢"])
+LOOK_AT_ALL = ("gemma4", "kimi_k2", "lfm2", "mistral_v11", "mistral_v3", "muse_glimmer")
+"""Their loops have something in them that an earlier iteration cannot be compared by."""
+TEXTS = st.sampled_from(["a", " b\n", "", "<think>x</think> y", "a </s><|im_end|>", "größer 漢", "words " * 30])
 COUNTS = st.integers(0, 2)
 
 
@@ -77,6 +84,17 @@ def with_tokens(one: Family, conversation: Conversation, at: int) -> Conversatio
     return replace(conversation, turns=(*turns[:at], answered(one, before, blocks), *turns[at + 1 :]))
 
 
+@cache
+def plain(template: Encoder) -> Encoder:
+    """The template as its checkpoint has it, which renders all messages each time."""
+    if not isinstance(template, ChatTemplate):
+        return template
+    other, environment = copy(template), template._template.environment
+    other._template = environment.from_string(template.source)
+    other._loops = Loops(environment, nodes.Template([]))
+    return other
+
+
 def cold_tokenizer(name: str) -> Tokenizer:
     """The family's, with nothing remembered."""
     tokenizer = copy(family(name).tokenizer)
@@ -98,7 +116,7 @@ def test_what_is_remembered_changes_nothing(
         for at in sampled:
             if at < len(turns) and turns[at].role == "assistant":
                 conversation = with_tokens(one, conversation, at)
-        cold = Renderer(warm.format, cold_tokenizer(name), warm._template, warm.traits)
+        cold = Renderer(warm.format, cold_tokenizer(name), plain(warm._template), warm.traits)
         scratch = rendered(cold, conversation, thinking)
         for _ in range(2):
             assert rendered(one, conversation, thinking) == scratch
@@ -122,6 +140,15 @@ def test_one_more_message_costs_the_same_in_any_history(name: str, monkeypatch: 
     counted(Guard, "_text", len)
     counted(Guard, "value", lambda value: isinstance(value, dict))
     counted(Tokenizer, "encode_trusted", lambda text, *_: len(text))
+    counted(Writer, "place", lambda *_: 1)
+    iterate = Run.rest
+
+    def rest(run: Run, number: int) -> Iterator[tuple[Any, At]]:
+        for one in iterate(run, number):
+            work["iterations"] += 1
+            yield one
+
+    monkeypatch.setattr(Run, "rest", rest)
     costs = []
     for length in (4, 40):
         turns: tuple[Turn, ...] = (user("Q"),)
@@ -137,6 +164,8 @@ def test_one_more_message_costs_the_same_in_any_history(name: str, monkeypatch: 
         costs.append(Counter(work))
     assert costs[1]["value"] <= costs[0]["value"] + 1 and costs[1]["_text"] <= 1.2 * costs[0]["_text"] + 10
     assert costs[1]["encode_trusted"] <= 1.2 * costs[0]["encode_trusted"] + 100
+    assert costs[1]["iterations"] <= costs[0]["iterations"] or name in LOOK_AT_ALL
+    assert costs[1]["place"] <= costs[0]["place"]
 
 
 def test_the_oldest_goes_first_and_what_is_too_large_is_not_kept() -> None:
@@ -147,6 +176,67 @@ def test_the_oldest_goes_first_and_what_is_too_large_is_not_kept() -> None:
     assert memory.get("00001") is None and memory.get("00019") == "00019"
     memory.put("large", "x" * 50)
     assert memory.get("large") is None and memory.get("00000") == "00000"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ loop.length }}",
+        "{{ messages | length }}",
+        "{{ messages[-1].content }}",
+        "{{ loop.nextitem.content }}{{ loop.last }}",
+        "{{ messages[loop.index0 + 1].content }}",
+        "{{ messages[loop.index0 - 1].content }}",
+        "{{ messages[0].content if loop.index0 > ns.last else loop.index > late }}",
+        "{% if ns.last < loop.index0 %}{{ loop.previtem.content }}{% endif %}",
+        "{{ ns.last }}",
+        "{{ ns.count }}{% set ns.count = ns.count + 1 %}",
+        "{% set ns.words = ns.words + [m.content] %}{{ ns.words }}",
+        "{% set _ = ns.words.append(m.content) %}{{ ns.words }}",
+        "{% set _ = m.parts.append(1) %}{{ m.parts }}",
+        "{{ said(m.content) }}",
+        "{% for o in messages %}{% if loop.last %}{{ o.content }}{% endif %}{% endfor %}",
+        "{% for o in [1] %}{{ loop.index0 }}{% for p in [loop.index] %}{{ p }}{% endfor %}{% endfor %}{{ loop.index }}",
+        "{{ loop.changed(m.content[:1]) }}",
+        "{% set shown %}{{ m.content }}{{ loop.index }}{% endset %}{{ shown }}",
+        "{% if m.content == '7' %}{{ raise_exception('seven') }}{% endif %}{{ m.content }}",
+        "{% with x = loop.index0 %}{{ x }}{{ tone }}{% endwith %}",
+        "{{ other[loop.index0].content }}{{ other[loop.index0 + 40] }}",
+    ],
+)
+def test_whatever_a_loop_reads_it_writes_what_it_always_did(body: str) -> None:
+    source = (
+        "{% macro said(text) %}{{ text }}{{ late }}{% endmacro %}{% set late = messages | length // 2 %}"
+        "{% set ns = namespace(last=-1, count=0, words=[]) %}{% set other = messages[::-1] %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>" + body + "{% endfor %}"
+        "{{ ns.count }}{{ ns.words }}{{ messages[0].parts }}"
+    )
+    template = ChatTemplate(source, {})
+    every = [{"role": "user" if n % 4 == 0 else "tool", "content": str(n), "parts": Fixed()} for n in range(12)]
+    for size, tone in [(3, 0), (7, 0), (7, 1), (12, 1), (5, 1), (11, 1), (9, True), (10, 1)]:
+        for messages in (every[:size], [*every[: size // 2], *every[size:]]):
+            shown = [written(one, messages, tone) for one in (plain(template), template, template)]
+            assert shown[0] == shown[1] == shown[2]
+
+
+def written(template: Encoder, messages: list[dict[str, Any]], tone: int) -> str:
+    try:
+        return template.render(messages, [], {"tone": tone})
+    except TemplateRefusal as refusal:
+        return str(refusal)
+
+
+def test_what_a_template_is_lent_for_its_loops_it_cannot_open() -> None:
+    peeks = ("ft_loops", "ft_at", "ft_loops.known(0)", "ft_loops.enter(0, messages, ())", "self.ft_loops")
+    for peek in peeks:
+        source = "{% for m in messages %}{{ m.content }}{{ loop.index }}{% endfor %}{{ " + peek + " }}"
+        assert written(ChatTemplate(source, {}), [{"content": "x"}], 0) == written(
+            plain(ChatTemplate(source, {})), [{"content": "x"}], 0
+        )
+    at = At([{}], ChatTemplate("", {})._template.environment, -1)
+    assert [name for name in vars(at) if not name.startswith("_")] == ["index0"]
+    assert not [name for name in vars(Run(Loops(at._environment, nodes.Template([])))) if not name.startswith("_")]
 
 
 def test_a_template_cannot_change_what_others_are_handed() -> None:

@@ -1,0 +1,106 @@
+"""What prompts begin with: everything before the last answer, as it was rendered.
+
+The next prompt of a conversation has the turns up to there again, and is written from there on. Nothing is taken for
+granted: the turns are compared, and then the template's text, so that whatever a template does to earlier turns when
+others follow is written as it does it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from threading import Lock
+
+from parsers.conversation import Conversation, Tool, Turn
+from parsers.format import Effort
+from parsers.messages import PlanStem, has_content, same_tools
+from parsers.prompt import Written
+
+_KEPT = 16
+_IDS = 4_000_000
+"""Tokens of stems that are kept, about 20 bytes each."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where in the text the last block begins, and where it ends; what was written up to there, and whether the tools
+    were told of."""
+
+    block: int
+    end: int
+    written: Written
+    moved: str
+    tools_found: bool
+
+
+@dataclass(frozen=True)
+class Stem:
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...]
+    thinking: bool
+    effort: Effort | None
+    plan: PlanStem
+    text: str
+    mark: Mark
+
+    @property
+    def block(self) -> int:
+        return self.mark.block
+
+    @property
+    def written(self) -> Written:
+        return self.mark.written
+
+    @property
+    def moved(self) -> str:
+        return self.mark.moved
+
+    @property
+    def tools_found(self) -> bool:
+        return self.mark.tools_found
+
+    def begins(self, conversation: Conversation) -> bool:
+        """Has the conversation these turns, and then an answer?"""
+        size, turns = len(self.turns), conversation.turns
+        return (
+            len(turns) > size
+            and turns[size].role == "assistant"
+            and has_content(turns[size])
+            and same_tools(self.tools, conversation.tools)
+            and turns[size - 1] == self.turns[-1]
+            and turns[:size] == self.turns
+        )
+
+
+class Stems:
+    """The latest ones. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._known: deque[Stem] = deque()
+        self._lock = Lock()
+
+    def find(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Stem | None:
+        """The longest of those that fit."""
+        with self._lock:
+            known = [stem for stem in self._known if (stem.thinking, stem.effort) == (thinking, effort)]
+        fitting = (stem for stem in sorted(known, key=lambda stem: -len(stem.turns)) if stem.begins(conversation))
+        return next(fitting, None)
+
+    def keep(
+        self,
+        conversation: Conversation,
+        thinking: bool,
+        effort: Effort | None,
+        text: str,
+        plan: PlanStem,
+        mark: Mark,
+    ) -> None:
+        turns = conversation.turns[: plan.turn]
+        stem = Stem(turns, conversation.tools, thinking, effort, plan, text[: mark.end], mark)
+        with self._lock:
+            self._known.append(stem)
+            while len(self._known) > _KEPT or self._size() > _IDS:
+                self._known.popleft()
+
+    def _size(self) -> int:
+        return sum(len(stem.written.ids) for stem in self._known)
