@@ -7,6 +7,7 @@ another's: no address changes, so that graphs stay valid and what is kept stays 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -88,44 +89,26 @@ class Arena:
         self.shapes, self.most, self.budget = shapes, most, budget
         self.sizes = Sizes(0, 0, 0)
         self._virtual = virtual
-        manifest = shapes.manifest
-        token = manifest.kv_heads * manifest.head_dim * shapes.dtype.itemsize
-        pages = [_Span(virtual, PAGE * token, most.pages) for _ in range(2 * manifest.attention_layers)]
-        states = [_Span(virtual, size, most.states) for size in manifest.state_components]
-        slots = [_Span(virtual, shapes.stride, most.slots, 1)] if shapes.stride else []
-        self._spans = {"slots": slots, "pages": pages, "states": states}
+        self._extents = extents(shapes, most, virtual.granule)
+        self._spans = {kind: [_Span(virtual, extent) for extent in every] for kind, every in self._extents.items()}
         try:
             self.resize(sizes)
         except (DriverError, DoesNotFit):
             self.close()
             raise
-        shape = (most.pages, PAGE, manifest.kv_heads, manifest.head_dim)
-        keys_values = [span.tensor(shapes.dtype).view(shape) for span in pages]
-        self.memory = DeviceMemory(
-            slots=slots[0].tensor(torch.uint8).view(most.slots + 1, shapes.stride)
-            if slots
-            else torch.empty(most.slots + 1, 0, dtype=torch.uint8, device=device),
-            keys=tuple(keys_values[: manifest.attention_layers]),
-            values=tuple(keys_values[manifest.attention_layers :]),
-            states=tuple(
-                span.tensor(torch.float32).view(most.states, *each)
-                for span, each in zip(states, manifest.recurrent, strict=True)
-            ),
-        )
+        self.memory = self._tensors(device)
 
     @property
     def held(self) -> int:
         return sum(span.granules for spans in self._spans.values() for span in spans) * self._virtual.granule
 
     def needed(self, sizes: Sizes) -> int:
-        granules = sum(span.needed(getattr(sizes, kind)) for kind, spans in self._spans.items() for span in spans)
-        return granules * self._virtual.granule
+        return needed(self._extents, sizes) * self._virtual.granule
 
     def check(self, sizes: Sizes) -> None:
-        check_range(sizes, self.most, self._spans["slots"] != [])
-        needed = self.needed(sizes)
-        if needed > self.budget:
-            raise DoesNotFit(f"{describe(sizes)} need {needed} bytes, and there are {self.budget}")
+        check_range(sizes, self.most, self.shapes.stride > 0)
+        if self.needed(sizes) > self.budget:
+            raise DoesNotFit(f"{describe(sizes)} need {self.needed(sizes)} bytes, and there are {self.budget}")
 
     def resize(self, sizes: Sizes) -> None:
         self.check(sizes)
@@ -151,11 +134,27 @@ class Arena:
         for handle in spare:
             self._virtual.destroy(handle)
 
+    def _tensors(self, device: torch.device) -> DeviceMemory:
+        shapes, most = self.shapes, self.most
+        manifest, layers = shapes.manifest, shapes.manifest.attention_layers
+        shape = (most.pages, PAGE, manifest.kv_heads, manifest.head_dim)
+        pages = [span.tensor(shapes.dtype).view(shape) for span in self._spans["pages"]]
+        states = zip(self._spans["states"], manifest.recurrent, strict=True)
+        slots = [span.tensor(torch.uint8) for span in self._spans["slots"]]
+        return DeviceMemory(
+            slots=(slots[0] if slots else torch.empty(0, dtype=torch.uint8, device=device)).view(
+                most.slots + 1, shapes.stride
+            ),
+            keys=tuple(pages[:layers]),
+            values=tuple(pages[layers:]),
+            states=tuple(span.tensor(torch.float32).view(most.states, *each) for span, each in states),
+        )
+
     def _move(self, sizes: Sizes, spare: list[int]) -> None:
         """What shrinks comes first, for what grows is made of it. Undone in reverse order, each span has the very
         granules back that it had."""
         spans = [(span, getattr(sizes, kind)) for kind, spans in self._spans.items() for span in spans]
-        spans.sort(key=lambda one: one[0].needed(one[1]) - one[0].granules)
+        spans.sort(key=lambda one: one[0].extent.needed(one[1]) - one[0].granules)
         done: list[tuple[_Span, int]] = []
         self._virtual.synchronize()
         try:
@@ -193,18 +192,62 @@ class FixedArena:
         return 0
 
 
-class _Span:
-    """The range of one tensor of ``most`` items of ``item`` bytes, and ``scratch`` more at its end, which are always
-    there. ``count`` items are backed by memory."""
+@dataclass(frozen=True)
+class Extent:
+    """One tensor of ``most`` items of ``item`` bytes, and ``scratch`` more at its end, which are always there, cut into
+    granules."""
 
-    def __init__(self, virtual: VirtualMemory, item: int, most: int, scratch: int = 0) -> None:
-        self.item, self.count = item, 0
-        self._virtual = virtual
-        self._nbytes = (most + scratch) * item
-        self._total = -(-self._nbytes // virtual.granule)
-        self._end = most * item // virtual.granule if scratch else self._total
+    item: int
+    most: int
+    scratch: int
+    granule: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.most + self.scratch) * self.item
+
+    @property
+    def total(self) -> int:
+        """Granules of all of it."""
+        return -(-self.nbytes // self.granule)
+
+    @property
+    def end(self) -> int:
         """Where the granules of scratch items begin."""
-        self._range: Reservation = virtual.reserve(self._total * virtual.granule)
+        return self.most * self.item // self.granule if self.scratch else self.total
+
+    def head(self, count: int) -> int:
+        """Granules at the beginning, for so many items."""
+        return min(-(-count * self.item // self.granule), self.end)
+
+    def needed(self, count: int) -> int:
+        """Granules, for so many items."""
+        return self.head(count) + self.total - self.end
+
+
+def extents(shapes: Shapes, most: Sizes, granule: int) -> Mapping[str, Sequence[Extent]]:
+    """Of what is counted in ``Sizes``: slots; keys and values, layer by layer; states."""
+    manifest = shapes.manifest
+    page = manifest.page_components(shapes.dtype)
+    return {
+        "slots": [Extent(shapes.stride, most.slots, 1, granule)] if shapes.stride else [],
+        "pages": [Extent(size, most.pages, 0, granule) for size in page],
+        "states": [Extent(size, most.states, 0, granule) for size in manifest.state_components],
+    }
+
+
+def needed(of: Mapping[str, Sequence[Extent]], sizes: Sizes) -> int:
+    """Granules."""
+    return sum(extent.needed(getattr(sizes, kind)) for kind, every in of.items() for extent in every)
+
+
+class _Span:
+    """The range of one tensor. ``count`` items are backed by memory."""
+
+    def __init__(self, virtual: VirtualMemory, extent: Extent) -> None:
+        self.extent, self.count = extent, 0
+        self._virtual = virtual
+        self._range: Reservation = virtual.reserve(extent.total * virtual.granule)
         self._handles: list[int] = []
         self._fixed: list[int] = []
 
@@ -213,14 +256,12 @@ class _Span:
         """Granules that it has."""
         return len(self._handles) + len(self._fixed)
 
-    def needed(self, count: int) -> int:
-        return self._head(count) + self._total - self._end
-
     def resize(self, count: int, spare: list[int]) -> None:
         """Takes granules from the end of ``spare``, or puts them there."""
+        extent = self.extent
         if count and not self._fixed:
-            self._fixed = self._map(self._end, self._total - self._end, spare)
-        head, have = self._head(count), len(self._handles)
+            self._fixed = self._map(extent.end, extent.total - extent.end, spare)
+        head, have = extent.head(count), len(self._handles)
         if head < have:
             self._virtual.unmap(self._address(head), have - head)
             spare += self._handles[head:]
@@ -233,12 +274,12 @@ class _Span:
         """Let go of everything, scratch items too."""
         self.resize(0, spare)
         if self._fixed:
-            self._virtual.unmap(self._address(self._end), len(self._fixed))
+            self._virtual.unmap(self._address(self.extent.end), len(self._fixed))
         spare += self._fixed
         self._fixed = []
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        return self._range.tensor()[: self._nbytes].view(dtype)
+        return self._range.tensor()[: self.extent.nbytes].view(dtype)
 
     def _map(self, at: int, count: int, spare: list[int]) -> list[int]:
         if count == 0:
@@ -247,9 +288,6 @@ class _Span:
         self._virtual.map(self._address(at), handles)
         del spare[-count:]
         return handles
-
-    def _head(self, count: int) -> int:
-        return min(-(-count * self.item // self._virtual.granule), self._end)
 
     def _address(self, granule: int) -> int:
         return self._range.address + granule * self._virtual.granule

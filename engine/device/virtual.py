@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -186,7 +187,7 @@ class CudaRange:
 
     def __init__(self, cuda: ctypes.CDLL, device: torch.device, address: int, nbytes: int) -> None:
         self.address, self._nbytes, self._device = address, nbytes, device
-        weakref.finalize(self, cuda.cuMemAddressFree, address, nbytes)
+        weakref.finalize(self, cuda.cuMemAddressFree, address, nbytes).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -201,7 +202,10 @@ class CudaRange:
 _NO_RESERVE = 0x4000
 """mmap's MAP_NORESERVE, which Python names since 3.13: what is only reserved is not counted as used."""
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (ctypes.c_void_p, _size, _int, _int, _int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+for _name, _more in (("munmap", ()), ("mprotect", (_int,)), ("madvise", (_int,))):
+    getattr(_libc, _name).argtypes = (ctypes.c_void_p, _size, *_more)
 
 
 class HostMemory:
@@ -216,7 +220,8 @@ class HostMemory:
         """The handle at each mapped address."""
         self.unmapped: set[int] = set()
         """The other handles there are."""
-        self._ranges: weakref.WeakSet[HostRange] = weakref.WeakSet()
+        self.ranges: weakref.WeakSet[HostRange] = weakref.WeakSet()
+        """Those that somebody still refers to."""
         self._created = 0
 
     @property
@@ -224,11 +229,8 @@ class HostMemory:
         return self._granule
 
     def reserve(self, nbytes: int) -> HostRange:
-        try:
-            made = HostRange(nbytes)
-        except OSError as error:
-            raise DriverError(f"{nbytes} bytes of addresses cannot be reserved: {error}") from error
-        self._ranges.add(made)
+        made = HostRange(nbytes)
+        self.ranges.add(made)
         return made
 
     def create(self) -> int:
@@ -265,31 +267,40 @@ class HostMemory:
         """Nothing runs beside the caller."""
 
     def _range(self, address: int) -> HostRange:
-        return next(one for one in self._ranges if one.address <= address < one.address + one.nbytes)
+        return next(one for one in self.ranges if one.address <= address < one.address + one.nbytes)
 
 
 class HostRange:
     """Addresses of the host, which fault until they are opened."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises OSError."""
-        self.nbytes = nbytes
-        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._protect(self.address, nbytes, 0)
+        """Raises DriverError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        address = _libc.mmap(None, nbytes, 0, flags, -1, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            raise DriverError(f"{nbytes} bytes of addresses cannot be reserved: {os.strerror(ctypes.get_errno())}")
+        self.address, self.nbytes = int(address), nbytes
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
     def open(self, address: int, nbytes: int) -> None:
-        self._protect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        """Raises OutOfMemory."""
+        self._call(_libc.mprotect, address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def shut(self, address: int, nbytes: int) -> None:
         """What is there is lost."""
-        self._memory.madvise(mmap.MADV_DONTNEED, address - self.address, nbytes)
-        self._protect(address, nbytes, 0)
+        self._call(_libc.madvise, address, nbytes, mmap.MADV_DONTNEED)
+        self._call(_libc.mprotect, address, nbytes, 0)
 
     def tensor(self) -> Tensor:
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
+        return torch.frombuffer(_bytes_of(self), dtype=torch.uint8)
 
-    def _protect(self, address: int, nbytes: int, protection: int) -> None:
-        if _libc.mprotect(address, nbytes, protection):
-            error = ctypes.get_errno()
-            raise OutOfMemory(f"mprotect of {nbytes} bytes: error {error}")
+    def _call(self, function: Callable[..., int], address: int, nbytes: int, how: int) -> None:
+        if function(address, nbytes, how):
+            raise OutOfMemory(f"{nbytes} bytes at {address:#x}: {os.strerror(ctypes.get_errno())}")
+
+
+def _bytes_of(owner: HostRange) -> ctypes.Array[ctypes.c_ubyte]:
+    """Refers to its owner."""
+    buffer = (ctypes.c_ubyte * owner.nbytes).from_address(owner.address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return buffer

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,9 +168,13 @@ def test_memory_that_is_given_up_goes_back_to_the_system() -> None:
     before = resident()
     arena.resize(Sizes(0, 100, 1))
     assert before - resident() > 0.9 * 400 * 64 * 4 * 128 * 4
-    del arena
+    ranges = weakref.WeakSet(memory.ranges)
+    del arena, memory
     gc.collect()
-    assert bool((keys[:100] == 1).all())
+    assert bool((keys[:100] == 1).all()) and len(ranges) == 1
+    del keys
+    gc.collect()
+    assert not ranges
 
 
 def test_a_fixed_arena_counts_only() -> None:
