@@ -31,13 +31,25 @@ _SLOWEST = 16 << 10
 async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
-    body = await read_body(request, state.settings)
-    try:
-        inbound = protocol.read(body, request.headers, request.state.namespace)
-    except ValidationError as error:
-        raise ApiError.from_validation(error, body) from error
+    inbound = read(state, await read_bytes(request, state.settings), protocol, request)
     check_model(state, inbound.meta.model)
     return await _unless_disconnected(request, _answer(state, inbound, request.state.caller))
+
+
+def read(state: ServerState, data: bytes, protocol: WireProtocol, request: Request) -> Inbound:
+    """Raises ApiError."""
+    namespace, field = request.state.namespace, protocol.field
+    try:
+        body, entry = state.bodies.read(data, namespace, field)
+    except ValueError as error:
+        raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
+    try:
+        inbound = protocol.read(body, request.headers, namespace)
+    except ValidationError as error:
+        raise ApiError.from_validation(error, body) from error
+    if entry is not None and inbound.request is not None:
+        state.bodies.keep(entry, getattr(inbound.request, field), getattr(inbound.request, "tools", None))
+    return inbound
 
 
 async def _answer(state: ServerState, inbound: Inbound, caller: str) -> Response:

@@ -9,6 +9,7 @@ from anyio import CapacityLimiter
 
 from engine.client import Engine
 from parsers.load import Family
+from server.bodies import Bodies
 from server.history import Stored
 from server.idle import Idle
 from server.keys import KeyRing
@@ -62,6 +63,7 @@ class ServerState:
     limits: Limits = field(init=False)
     logprobs: LogprobFormat = field(init=False)
     history: Stored = field(default_factory=Stored)
+    bodies: Bodies = field(default_factory=Bodies)
 
     def __post_init__(self) -> None:
         settings = self.settings

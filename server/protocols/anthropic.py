@@ -168,6 +168,7 @@ def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
         ),
         request.stream,
         AnthropicWriter(request.model),
+        request=request,
     )
 
 
@@ -233,7 +234,10 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
     system = tuple(_block("system", block, f"system.{at}", unseen) for at, block in enumerate(request.system))
     turns = [Turn("system", system)] if system else []
     for at, message in enumerate(request.messages):
-        turn = _turn(message, f"messages.{at}", unseen)
+        known = None if deferred else message.made.get("turn")  # it matters which tools were described before
+        turn = known or _turn(message, f"messages.{at}", unseen)
+        if not deferred:
+            message.made["turn"] = turn
         if turn.blocks:
             turns.append(turn)
         elif message.role == "user":
@@ -243,6 +247,13 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
 
 
 def _tool(tool: _Tool) -> Tool:
+    made: Tool | None = tool.made.get("tool")
+    if made is None:
+        made = tool.made["tool"] = _make_tool(tool)
+    return made
+
+
+def _make_tool(tool: _Tool) -> Tool:
     if tool.type not in (None, "custom"):
         raise invalid(f"tools: {tool.type} is a tool of the vendor's own service and not available here", "tools")
     if tool.input_schema is None:
@@ -293,4 +304,4 @@ def _nested(part: _Nested, where: str, unseen: dict[str, Tool]) -> str:
     raise no_media(part.type, where)
 
 
-ANTHROPIC = WireProtocol("anthropic", read)
+ANTHROPIC = WireProtocol("anthropic", read, "messages")

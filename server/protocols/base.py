@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +28,11 @@ class Wire(BaseModel):
     """A value as clients send it: types are checked strictly, numbers are finite, unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+    @cached_property
+    def made(self) -> dict[str, Any]:
+        """What was made of it, by name: messages come again with each request of a conversation (``bodies``)."""
+        return {}
 
 
 class Writer(Protocol):
@@ -60,6 +66,9 @@ class Inbound:
     raw: Raw | None = None
     """Prompts in place of the conversation."""
 
+    request: Wire | None = None
+    """As it was checked, where its messages are worth remembering."""
+
     @property
     def choices(self) -> int:
         """How many answers it wants."""
@@ -69,10 +78,11 @@ class Inbound:
 @dataclass(frozen=True)
 class WireProtocol:
     """A protocol's error shape, and its reader: parsed JSON body, lower-case headers and namespace to a request.
-    The reader raises ApiError or pydantic's ValidationError."""
+    The reader raises ApiError or pydantic's ValidationError. ``field`` has the messages."""
 
     shape: Shape
     read: Callable[[object, Mapping[str, str], str], Inbound]
+    field: str = ""
 
 
 MOST_CHOICES = 16

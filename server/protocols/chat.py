@@ -184,7 +184,7 @@ def reader(logprobs: LogprobFormat) -> WireProtocol:
     def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
         return _read(body, headers, namespace, logprobs)
 
-    return WireProtocol("openai", read)
+    return WireProtocol("openai", read, "messages")
 
 
 def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: LogprobFormat) -> Inbound:
@@ -192,7 +192,7 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
     _refuse(request, body)
     max_tokens = request.max_completion_tokens or request.max_tokens
     legacy = request.functions is not None
-    tools = tuple(tool.tool for tool in request.tools or request.functions or ())
+    tools = tuple(_made(tool) for tool in request.tools or request.functions or ())
     writer = ChatWriter(
         request.model,
         n=request.n or 1,
@@ -225,7 +225,15 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
         ),
         bool(request.stream),
         LegacyWriter(writer) if legacy else writer,
+        request=request,
     )
+
+
+def _made(tool: _Tool | _CustomTool | _FunctionTool) -> Tool:
+    made: Tool | None = tool.made.get("tool")
+    if made is None:
+        made = tool.made["tool"] = tool.tool
+    return made
 
 
 def _choice(request: ChatRequest) -> ToolChoice | None:
@@ -260,7 +268,11 @@ def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
     for at, message in enumerate(messages):
         if message.role == "assistant" and message.function_call is not None:
             called = f"call_{at}"
-        turns.append(Turn(_ROLES[message.role], _blocks(message, f"messages.{at}", called)))
+        named = message.role == "function" or message.function_call is not None  # after what came before
+        turn = None if named else message.made.get("turn")
+        if turn is None:
+            turn = message.made["turn"] = Turn(_ROLES[message.role], _blocks(message, f"messages.{at}", called))
+        turns.append(turn)
     return tuple(turns)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -10,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
 from server.answers import Options
+from server.bodies import Body, raw_body
 from server.errors import ApiError
 from server.logprobs import LogprobFormat
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
@@ -36,6 +39,8 @@ def _parts(value: object) -> object:
 
 def _item_type(value: object) -> object:
     """A message may leave out its type."""
+    if isinstance(value, Wire):
+        return getattr(value, "type", "message")
     kind = value.get("type") if isinstance(value, dict) else None
     return kind or ("message" if isinstance(value, dict) and "role" in value else kind)
 
@@ -160,7 +165,7 @@ def reader(history: History, logprobs: LogprobFormat) -> WireProtocol:
     def read(body: object, headers: Mapping[str, str], namespace: str) -> Inbound:
         return _read(_continued(body, history, namespace), headers, namespace, history, logprobs)
 
-    return WireProtocol("openai", read)
+    return WireProtocol("openai", read, "input")
 
 
 def _continued(body: object, history: History, namespace: str) -> object:
@@ -172,14 +177,16 @@ def _continued(body: object, history: History, namespace: str) -> object:
     if before is None:
         message = f"Previous response with id {previous[:80]!r} not found: send the whole input without it."
         raise ApiError("previous", message, param="previous_response_id")
-    new = _input(body.get("input", []))
-    return {**body, "input": [*before, *new]} if isinstance(new, list) else body
+    raw: dict[str, Any] = body.raw if isinstance(body, Body) else body
+    new = _input(raw.get("input", []))
+    return {**raw, "input": [*before, *new]} if isinstance(new, list) else raw
 
 
 def _read(
     body: object, headers: Mapping[str, str], namespace: str, history: History, logprobs: LogprobFormat
 ) -> Inbound:
     request = ResponsesRequest.model_validate(body)
+    body = raw_body(body)
     items = _input(body.get("input")) if isinstance(body, dict) else []
 
     def keep(response: dict[str, Any], session: str) -> None:
@@ -219,6 +226,7 @@ def _read(
         bool(request.stream),
         ResponsesWriter(_echo(request, body), names, keep, logprobs),
         answered=request.generate is not False,
+        request=request,
     )
 
 
@@ -266,17 +274,39 @@ def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
     turns = [Turn("system", (Text(request.instructions),))] if request.instructions else []
     if not request.input and request.generate is not False:
         raise invalid("input: at least one item is required", "input")
-    for at, item in enumerate(request.input):
-        role, blocks = _item(item, f"input.{at}")
-        if not blocks:
-            continue
-        if role in ("assistant", "tool") and turns and turns[-1].role == role:
-            turns[-1] = Turn(role, turns[-1].blocks + blocks)
+    read = [(item, *_read_item(item, at)) for at, item in enumerate(request.input)]
+    for role, run in groupby((one for one in read if one[2]), lambda one: one[1]):
+        together = [*run]
+        if role in ("assistant", "tool"):
+            turns.append(_turn(role, together))
         else:
-            turns.append(Turn(role, blocks))
+            turns += [_turn(role, [one]) for one in together]
     if not turns and request.generate is not False:
         raise invalid("input: at least one item must have content", "input")
     return tuple(turns)
+
+
+_Read = tuple[Any, Role, tuple[Block, ...]]
+"""An item, and what it is part of."""
+
+
+def _turn(role: Role, items: list[_Read]) -> Turn:
+    """The very one that was made of the same items before."""
+    known = items[0][0].made.get("turn")
+    own = [item for item, _, _ in items]
+    if known is not None and len(known[0]) == len(own) and all(map(operator.is_, known[0], own)):
+        turn: Turn = known[1]
+        return turn
+    turn = Turn(role, tuple(block for _, _, blocks in items for block in blocks))
+    own[0].made["turn"] = own, turn
+    return turn
+
+
+def _read_item(item: _Item, at: int) -> tuple[Role, tuple[Block, ...]]:
+    known: tuple[Role, tuple[Block, ...]] | None = item.made.get("blocks")
+    if known is None:
+        known = item.made["blocks"] = _item(item, f"input.{at}")
+    return known
 
 
 def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:

@@ -93,6 +93,13 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
 
 
 def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
+    made: Tool | None = item.made.get(name)
+    if made is None:
+        made = item.made[name] = _make_tool(item, name)
+    return made
+
+
+def _make_tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
     if isinstance(item, _FunctionTool):
         parameters = item.parameters or {"type": "object", "properties": {}}
         return Tool(name, item.description or "", parameters, strict=bool(item.strict))
