@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import chunked_delta
+from engine.kernels import chunked_delta, prefill_attention
+from engine.kernels.prefill_attention import Tiling
 from engine.layers.ops import Batch
 from engine.layers.reference import ReferenceOps
 from tests.gpu.test_device_ops import Draws, make_batch
@@ -41,3 +42,28 @@ def test_chunked_delta(pace: str, half: torch.dtype) -> None:
     assert error(got, want) < 1e-4
     for slot in (0, 1, *range(3, 10)):
         assert error(state[slot], exact[slot]) < 1e-4, slot
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "programs"),
+    [(6, 2, 20, torch.float16, 1), (6, 2, 20, torch.float32, 40), (2, 2, 16, torch.float32, 64)],
+)
+def test_prefill_attention(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Behind histories, decode rows beside prefill, keys in one part and in several; what lies beyond is NaN."""
+    monkeypatch.setattr(prefill_attention, "PROGRAMS", programs)
+    monkeypatch.setattr(prefill_attention, "LEAST", 1)
+    batch = make_batch([(60, 150, 0), (1, 200, 1), (0, 3, 2), (10, 0, 3)])
+    draw = Draws(head_dim)
+    k_pages, v_pages = torch.full((2, batch.page_table.numel(), 64, kv_heads, head_dim), float("nan"), dtype=dtype)
+    for (_, rows, position, _), table in zip(batch.segments.tolist(), batch.page_table.tolist(), strict=True):
+        for number, page in enumerate(table):
+            inside = max(0, min(64, position + rows - 64 * number))
+            for pages in (k_pages, v_pages):
+                pages[page, :inside] = draw(inside, kv_heads, head_dim).to(dtype)
+    q = draw(71, heads, head_dim)
+    tiling = Tiling(128, 32, 4, 1)
+    got = prefill_attention.attention(q, k_pages, v_pages, batch, head_dim**-0.5, tiling)
+    want = TWIN.attention(q, k_pages, v_pages, batch, head_dim**-0.5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
