@@ -77,6 +77,9 @@ class Runner:
         """What it has to tell of itself, by name."""
         return {}
 
+    def close(self) -> None:
+        """Nothing more will be asked of it."""
+
 
 def make_cache(manifest: Manifest, dtype: torch.dtype, pages: int, slots: int, device: torch.device) -> Cache:
     """Pages and state slots of their own, with nothing in them."""

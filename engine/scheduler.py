@@ -140,6 +140,7 @@ class Scheduler:
         if store is not None:
             self.memory.behind.finish(timeout)
             store.close()
+        self._runner.close()
 
     def stats(self) -> Stats:
         """Gauges of now and counters since the start; sizes in bytes."""

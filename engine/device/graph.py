@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class DecodeSteps:
         self._pages, self._device = pages, device
         self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
         self._steps: dict[int, Step] = {}
-        self._memory: tuple[int, int] | None = None
+        self._memory: Any = None
         """Of the graphs: one at a time runs, so that they share it."""
 
     def run(self, parts: Sequence[Rows]) -> Tensor:

@@ -87,6 +87,11 @@ class DeviceRunner(Runner):
             "layers_split": float(len(shares) - only_link - only_cpu),
         }
 
+    def close(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
+            self._experts.executor.close()
+
     def _decodes(self, parts: Sequence[Rows]) -> bool:
         return len(parts) <= self._most and all(
             part.logits and len(part.tokens) == 1 and not part.snapshots and len(part.table) <= self._pages

@@ -55,12 +55,18 @@ class Bench:
     """A scheduler with everything it said."""
 
     def __init__(
-        self, directory: Path, store: Any = None, store_settings: Any = None, vocabulary: Any = None, **config: Any
+        self,
+        directory: Path,
+        store: Any = None,
+        store_settings: Any = None,
+        vocabulary: Any = None,
+        machine: Any = None,
+        **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {"kv_bytes": 32 << 20, "checkpoint_bytes": 8 << 20, "threads": 1}
         self.config = EngineConfig(model=str(directory), store=store_settings, **{**defaults, **config})
         self.outcomes: dict[str, Outcome] = {}
-        engine = load_engine(self.config, lambda *_: None, store if callable(store) else lambda *_: store)
+        engine = load_engine(self.config, lambda *_: None, store if callable(store) else lambda *_: store, machine)
         self.now = 0.0
         grammars = vocabulary and Grammars(vocabulary, engine.info.vocab_size)
         self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now, grammars)

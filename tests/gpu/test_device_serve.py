@@ -1,0 +1,236 @@
+"""Serving from a device: the whole scheduler over offloaded experts says what the CPU's engine says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from device_support import bench, machine, round_experts, use_twins
+from engine_support import GREEDY, Bench, Outcome, Sampling, prompt, replace
+
+from engine.api import EngineConfig, Failed, Request
+from engine.checkpoint import write_tiny
+from engine.device.driver import DriverError
+from engine.device.fake import FakeDriver
+from engine.device.outline import outline
+from engine.device.watchdog import Watchdog
+from engine.endpoint import Endpoint, Incoming
+from engine.experts.layout import FORMATS, Layout
+from engine.models.fields import read_config
+from engine.models.registry import find_architecture
+from engine.weights.errors import BadConfig
+from engine.worker import EXIT_ENGINE, Worker
+
+SEQUENCES = 3
+ROOM: dict[str, Any] = {"kv_bytes": 1 << 20, "checkpoint_bytes": 1 << 19}
+MODES: dict[str, dict[str, Any]] = {
+    "device": {"experts": "device"},
+    "one slot, all fetched": {"experts": "offload", "slots": 1},
+    "few slots, all fetched": {"experts": "offload", "slots": 5},
+    "all slots": {"experts": "offload"},
+    "all on the CPU": {"experts": "cpu"},
+    "a fixed split": {"experts": "hybrid", "split": 0.4, "slots": 5},
+    "a split that is found": {"experts": "hybrid", "slots": 7},
+    "as the engine likes": {"slots": 7},
+}
+
+
+IN_DEPTH = ("one slot, all fetched", "all slots", "a fixed split")
+
+
+@pytest.fixture(autouse=True)
+def _twins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_twins(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no bandwidth profile
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(arch: str, name: str = "int8") -> Path:
+        if (arch, name) not in made:
+            made[arch, name] = write_tiny(arch, tmp_path_factory.mktemp(arch) / name, layers=4)
+            round_experts(made[arch, name], name)
+        return made[arch, name]
+
+    return make
+
+
+def on_device(name: str = "int8", slots: int | None = None, **options: Any) -> dict[str, Any]:
+    """Settings of an engine with room for so many experts besides the scratch slot; None: for all of them."""
+    return {"device": "cuda", "expert_format": name, "slots": slots, "machine": machine(), **options}
+
+
+def limited(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The same settings, with ``gpu_bytes`` for as many ``slots``."""
+    options = dict(options)
+    slots = options.pop("slots", None)
+    if slots is not None:
+        what = outline(directory, "auto", find_architecture(read_config(directory)), 8192)
+        stride = -(-Layout(FORMATS[options["expert_format"]], what.hidden, what.inner).nbytes // 256) * 256
+        config = EngineConfig("", **ROOM)
+        pages = config.kv_bytes // what.manifest.page_bytes(what.dtype) * what.manifest.page_bytes(what.dtype)
+        size = what.manifest.slot_bytes
+        states = (1 + SEQUENCES + (config.checkpoint_bytes // size if size else 0)) * size
+        options["gpu_bytes"] = what.dense + pages + states + (slots + 1) * stride
+    return options
+
+
+def conversation(made: Bench) -> list[Outcome]:
+    """Sequences that join and leave, a long one that goes on from what is kept, one that is aborted, sampled ones."""
+    names = [made.submit(prompt(1, 20), replace(GREEDY, max_tokens=9))]
+    for _ in range(3):
+        made.step()
+    sampled = Sampling(max_tokens=5, temperature=0.8, top_k=20, top_p=0.9, seed=3, presence_penalty=0.5)
+    names += [made.submit(prompt(2, 3), sampled), made.submit(prompt(3, 70), replace(GREEDY, logprobs=2))]
+    aborted = made.submit(prompt(4, 5), replace(GREEDY, max_tokens=50))
+    made.run(lambda: len(made.outcomes[aborted].tokens) > 2)
+    made.scheduler.abort(aborted)
+    made.run()
+    long = [*prompt(3, 70), *made.outcomes[names[2]].tokens]
+    names.append(made.submit(long, Sampling(max_tokens=4, temperature=1.0, seed=5)))
+    made.run()
+    return [made.outcomes[name] for name in names]
+
+
+def same(got: list[Outcome], wanted: list[Outcome]) -> None:
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.failed is None and ours.tokens == theirs.tokens and ours.reuse == theirs.reuse
+        for at, logits in ours.logits.items():
+            np.testing.assert_allclose(logits, theirs.logits[at], rtol=1e-3, atol=1e-4)
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def serve(directory: Path, mode: dict[str, Any], name: str = "int8") -> tuple[list[Outcome], dict[str, float]]:
+    with bench(directory, max_sequences=SEQUENCES, **limited(directory, on_device(name, **mode))) as made:
+        return conversation(made), made.stats()
+
+
+@pytest.fixture(scope="module")
+def on_cpu(model: Callable[..., Path]) -> Callable[..., list[Outcome]]:
+    known: dict[tuple[str, str], list[Outcome]] = {}
+
+    def make(arch: str, name: str = "int8") -> list[Outcome]:
+        if (arch, name) not in known:
+            with bench(model(arch, name), max_sequences=SEQUENCES) as made:
+                known[arch, name] = conversation(made)
+        return known[arch, name]
+
+    return make
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.deep] * (mode in IN_DEPTH)) for mode in MODES])
+def test_where_experts_are_changes_no_token(
+    model: Callable[..., Path], on_cpu: Callable[..., list[Outcome]], mode: str
+) -> None:
+    got, stats = serve(model("qwen3_5_moe"), MODES[mode])
+    same(got, on_cpu("qwen3_5_moe"))
+    assert stats["graph_steps"] > 10
+    if MODES[mode].get("experts") in ("offload", "cpu", "hybrid"):
+        fetched, on_the_cpu = stats["experts_fetched"], stats["experts_on_cpu"]
+        assert (fetched > 0) == (MODES[mode]["experts"] != "cpu") and (on_the_cpu > 0) != (mode == "all slots")
+
+
+@pytest.mark.parametrize(
+    "arch, name", [("qwen3_moe", "mxfp4"), pytest.param("qwen2_moe", "int8", marks=pytest.mark.deep)]
+)
+def test_architectures_and_formats(
+    model: Callable[..., Path], on_cpu: Callable[..., list[Outcome]], arch: str, name: str
+) -> None:
+    got, _ = serve(model(arch, name), {"experts": "hybrid", "slots": 6}, name)
+    same(got, on_cpu(arch, name))
+
+
+def offloading(model: Callable[..., Path], **options: Any) -> dict[str, Any]:
+    options = on_device(**{"experts": "hybrid", "split": 0.5, "slots": 5, **ROOM, **options})
+    return limited(model("qwen3_moe"), options)
+
+
+class Outbox:
+    """An endpoint that nobody is connected to."""
+
+    step_began: float | None = None
+
+    def __init__(self, *commands: Any) -> None:
+        self.inbox: Queue[Any] = Queue()
+        self.sent: list[Any] = []
+        for command in commands:
+            self.inbox.put(Incoming(1, command))
+
+    def send(self, connection: int, replies: list[Any]) -> None:
+        self.sent += replies
+
+
+def test_a_dead_executor_ends_the_worker_and_all_its_requests(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.experts.offload.Watchdog", partial(Watchdog, tick=0.01))
+    made = Bench(model("qwen3_moe"), **offloading(model))
+    monkeypatch.setattr("engine.experts.executor.Executor.stalled", lambda *_: True)
+    requests = [Request(f"r{number}", tuple(prompt(number, 4)), GREEDY) for number in range(2)]
+    endpoint = Outbox(*requests)
+    assert Worker(made.scheduler, cast(Endpoint, endpoint)).run() == EXIT_ENGINE
+    failed = [reply for reply in endpoint.sent if isinstance(reply, Failed)]
+    assert [one.id for one in failed] == ["r0", "r1"] and all("restarts" in one.message for one in failed)
+    assert "have not answered" in caplog.text
+    made.scheduler.close(1.0)
+
+
+def test_every_engine_after_it_says_the_same(model: Callable[..., Path]) -> None:
+    runs = []
+    for _ in range(2):
+        with bench(model("qwen3_moe"), **offloading(model)) as made:
+            runs.append(made.ask(prompt(1, 9), Sampling(max_tokens=6, temperature=0.7, top_k=20, seed=1)).tokens)
+    assert runs[0] == runs[1]
+
+
+class Unpinned(FakeDriver):
+    """Pins no more than a mailbox."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        if nbytes > 1 << 16:
+            raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
+        return super().register(address, nbytes)
+
+
+def test_memory_that_cannot_be_pinned(model: Callable[..., Path]) -> None:
+    with pytest.raises(BadConfig, match=r"cannot be pinned .*OUT_OF_MEMORY.*RLIMIT_MEMLOCK.*experts cpu"):
+        Bench(model("qwen3_moe"), **offloading(model, machine=machine(driver=Unpinned())))
+    options = offloading(model, machine=machine(driver=Unpinned()), experts="cpu", split=None)
+    with bench(model("qwen3_moe"), **options) as made:
+        assert len(made.ask(prompt(1, 5)).tokens) == 8
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"gpu_bytes": 1 << 40}, r"gpu_bytes 1099511627776: no GPU has 2147483648 bytes free"),
+    ({"gpu_bytes": 1 << 20}, r"of 1048576 bytes on no GPU, dense weights take \d+, and pages .* has no room for two"),
+    ({"experts": "device", "split": None}, r"32 experts take \d+ bytes, and \d+ of gpu_bytes \d+ are left"),
+    ({"experts": "auto"}, "a split of 0.5 is for experts hybrid, not auto"),
+    ({"expert_format": "auto"}, "not served from a device in float32; choose dtype bfloat16 or expert_format"),
+    ({"kernels": "reference"}, "kernels reference are not served from a device"),
+    ({"device": "cpu"}, "experts hybrid is for serving from a GPU"),
+    ({"split": 1.5}, "split 1.5 is not from 0 to 1"),
+    ({"kv_bytes": 1000}, "kv_bytes 1000 is below two pages"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_known_before_it_is_read(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("engine.weights.shards.Shards.read", None)
+    made = offloading(model)
+    with pytest.raises(BadConfig, match=words):
+        Bench(model("qwen3_moe"), **{**made, **options})
+
+
+def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BadConfig, match=r"torch finds no NVIDIA GPU; install its driver .* device cpu"):
+        Bench(model("qwen3_moe"), device="cuda", expert_format="int8")
+    with bench(model("qwen3_moe"), device="auto") as made:
+        assert len(made.ask(prompt(1, 5)).tokens) == 8
+    assert "serving from the CPU: torch finds no NVIDIA GPU" in caplog.text
