@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import chunked_delta, prefill_attention
+from engine.kernels import chunked_delta, prefill_attention, prefill_conv
 from engine.kernels.prefill_attention import Tiling
 from engine.layers.ops import Batch
 from engine.layers.reference import ReferenceOps
@@ -67,3 +67,16 @@ def test_prefill_attention(
     got = prefill_attention.attention(q, k_pages, v_pages, batch, head_dim**-0.5, tiling)
     want = TWIN.attention(q, k_pages, v_pages, batch, head_dim**-0.5)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_prefill_conv(width: int) -> None:
+    batch = make_batch(
+        [(70, 5, 0), (1, 100, 1), (0, 3, 2), (2, 63, 3)], [(0, 4, 4), (0, 70, 5), (3, 1, 6), (0, 4, 7), (0, 1, 8)]
+    )
+    draw = Draws(width)
+    wide, weight, state = draw(73, 180), draw(150, width), draw(9, 150, width - 1)
+    twin = state.clone()
+    got = prefill_conv.conv(wide[:, :150], weight, state, batch)
+    torch.testing.assert_close(got, TWIN.conv(wide[:, :150], weight, twin, batch), rtol=0, atol=1e-5)
+    assert torch.equal(state, twin)
