@@ -36,11 +36,15 @@ class WriteBehind:
     def __init__(self, mover: Mover, store: StateStore | None = None) -> None:
         self.store = store
         self.now = 0.0
-        self.not_finite = 0
+        self._not_finite = 0
         self._mover = mover
         self._host = store if isinstance(store, HostTier) else None
         self._due: dict[Checkpoint, float] = {}
         self._late: dict[Node, None] = {}
+
+    @property
+    def not_finite(self) -> int:
+        return self._not_finite + (self._host.not_finite if self._host is not None else 0)
 
     @property
     def busy(self) -> bool:
@@ -121,7 +125,7 @@ class WriteBehind:
         if self.store is None or parent is None or parent.key is None:
             return
         if data.ready() and not data.wait():
-            self.not_finite += 1
+            self._not_finite += 1
             data.drop()
             return
         position = node.start + len(node.tokens) // 4

@@ -72,7 +72,7 @@ class _Copied:
 
 class HostTier:
     """Implements ``engine.memory.store.StateStore``, before ``behind``, if there is one. ``reclaim`` is what gives the
-    mover room when it has none; called with whether that is for a state. ``not_finite`` counts what turned out so."""
+    mover room when it has none. ``not_finite`` counts pages that turned out so."""
 
     def __init__(self, behind: StateStore | None = None) -> None:
         self.behind = behind
@@ -110,15 +110,16 @@ class HostTier:
                 return
             self._untaken.popleft()
 
-    def reclaim(self, state: bool) -> bool:
-        """Give up the least of what is here; False if all of it is needed."""
+    def reclaim(self, state: bool, wait: bool) -> bool:
+        """Give up the least of what is here; False if all of it is needed. ``wait``: for what is on its way."""
         if self._give_up(state):
             return True
-        if not self._arriving:
-            return False
-        self._arriving[0].data.wait()
-        self._see()
-        return self._give_up(state)
+        while wait and self._arriving:
+            self._arriving[0].data.wait()
+            self._see()
+            if self._give_up(state):
+                return True
+        return False
 
     def has_page(self, parent: bytes, tokens: bytes) -> bool:
         """Whether it is here, or more of it."""
@@ -362,7 +363,7 @@ class HostTier:
         while self._arriving and self._arriving[0].data.ready():
             one = self._arriving.popleft()
             if not one.data.wait():
-                self.not_finite += 1
+                self.not_finite += not one.state
                 self._remove(one)
             elif self.behind is None:
                 one.pending = False

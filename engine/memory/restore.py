@@ -197,6 +197,10 @@ class Restore:
         while self._todo:
             piece = self._todo[0]
             source = piece.ref.data if isinstance(piece.ref, Held) else None
+            if source is not None and not source.wait():
+                self.limit = min(self.limit, piece.limit)
+                self._todo.popleft()
+                continue
             first = piece.parts.start or 0
             landing = piece.stage(piece.parts, source)
             if landing is None:
@@ -234,9 +238,13 @@ class Restore:
 
     def _look(self, *, wait: bool) -> None:
         """At what has arrived."""
-        for arrival in self._arriving if wait else [one for one in self._arriving if one.done()]:
-            self.finite = arrival.finite() and self.finite
-        self._arriving = [] if wait else [one for one in self._arriving if not one.done()]
+        on_the_way: list[Arrival] = []
+        for arrival in self._arriving:
+            if wait or arrival.done():
+                self.finite = arrival.finite() and self.finite
+            else:
+                on_the_way.append(arrival)
+        self._arriving = on_the_way
 
     def _wait_group(self) -> None:
         """The next one. Its part of the state is copied before anything goes on from it."""

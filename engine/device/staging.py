@@ -1,0 +1,493 @@
+"""Pages and states between a device and host memory, beside what is computed.
+
+Three lanes of work. What leaves is gathered on the device, in order with what is computed, so that pages and slots may
+be used again at once; the gathered bytes are then copied to host memory in a lane of their own, by a copy engine. What
+comes is read from host memory by a kernel in a third lane, which writes many pages in one launch; a layer's forward is
+held, on the device, until its part is there. The host waits for none of it unless it is asked for what is not there
+yet. Rings of fixed size bound both ways; where one is full, things wait.
+
+The lane of what comes has priority over others, and what a restore brings is submitted before the forward that fetches
+experts: it begins first. It does not have the link for itself after that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.memory.mover import ALL, Landing
+from engine.memory.store import Buffers, Staged
+from engine.models.model import Cache
+
+ALIGNMENT = 16
+_PIECE = 1 << 16
+_FLAGS = 64
+"""Arrivals and looks that may be under way at once."""
+
+Rows = NDArray[np.int64]
+"""As ``engine.kernels.gather.move`` takes them."""
+Lane = Literal["main", "out", "in"]
+
+
+class Event(Protocol):
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Lanes(Protocol):
+    """Orders of work on a device. ``main`` is what is computed."""
+
+    def move(self, lane: Lane, rows: Rows, flags: int, *, copy: bool = True) -> None: ...
+
+    def copy_out(self, target: Tensor, source: Tensor) -> None:
+        """From the device to host memory, in the lane ``out``."""
+
+    def record(self, lane: Lane) -> Event: ...
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """What is submitted to a lane from now on comes after the event."""
+
+
+class Region:
+    """Bytes of a ring, ``start`` and on. They are free when it was let go and the event is over."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size = start, size
+        self.event: Event | None = None
+        self._let_go = False
+
+    def release(self, event: Event | None = None) -> None:
+        self.event, self._let_go = event, True
+
+    @property
+    def free(self) -> bool:
+        return self._let_go and (self.event is None or self.event.query())
+
+
+class Ring:
+    """Regions in the order in which they are taken; they become free in about that order."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._taken: deque[Region] = deque()
+
+    def __len__(self) -> int:
+        """Regions that are not free."""
+        self._reclaim()
+        return len(self._taken)
+
+    @property
+    def most(self) -> int:
+        """Bytes that can be had now."""
+        return max(size for _, size in self._gaps())
+
+    def take(self, size: int) -> Region | None:
+        for start, room in self._gaps():
+            if 0 < size <= room:
+                self._taken.append(Region(start, size))
+                return self._taken[-1]
+        return None
+
+    def oldest(self) -> Region:
+        """Taken off the ring: the caller sees to it that nothing overtakes it."""
+        return self._taken.popleft()
+
+    def _reclaim(self) -> None:
+        while self._taken and self._taken[0].free:
+            self._taken.popleft()
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """(start, size) after the last region, and before the first one if that is another."""
+        self._reclaim()
+        if not self._taken:
+            return [(0, self.capacity)]
+        first, end = self._taken[0].start, self._taken[-1].start + self._taken[-1].size
+        return [(end, self.capacity - end), (0, first)] if end > first else [(end, first - end)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where one kind of thing lies on the device: the address and bytes of each component of number 0; the next ones
+    follow. ``half``: its numbers are bfloat16. ``tokens``: how many of a whole one its bytes are for."""
+
+    bases: Rows
+    sizes: Rows
+    half: bool
+    tokens: int = 1
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], tokens: int = 1) -> Shape:
+        """Raises ValueError for components that are not whole words of 16 bytes."""
+        sizes = np.array([tensor[0].nbytes for tensor in tensors], np.int64)
+        if (sizes // tokens % ALIGNMENT).any():
+            raise ValueError(
+                f"components of {sizes.tolist()} bytes for {tokens} tokens are not multiples of {ALIGNMENT}"
+            )
+        bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        return cls(bases, sizes, bool(tensors) and tensors[0].dtype is torch.bfloat16, tokens)
+
+    @property
+    def size(self) -> int:
+        return int(self.sizes.sum())
+
+    def lengths(self, tokens: int) -> Rows:
+        """Bytes of each component of so many tokens."""
+        return self.sizes // self.tokens * tokens
+
+    def places(self, number: int, parts: slice) -> Rows:
+        return self.bases[parts] + number * self.sizes[parts]
+
+
+class Block:
+    """Host memory for one page or one state. ``flag``: the word that tells what was found in it."""
+
+    def __init__(self, number: int, offset: int, state: bool) -> None:
+        self.flag, self.offset, self.state = number, offset, state
+
+
+class Room:
+    """Host memory that the device reads and writes: a ring for what is read from disk, blocks for what left.
+
+    ``memory`` uint8, of ``Room.bytes`` at least; ``device``: its address there. ``reclaim`` is asked for a block where
+    none is free: with whether it is for a state, and whether it may wait for one."""
+
+    def __init__(self, memory: Tensor, device: int, shapes: tuple[Shape, Shape], ring: int, blocks: tuple[int, int]):
+        self.memory, self.device = memory, device
+        self.ring = Ring(ring)
+        self.reclaim: Callable[[bool, bool], bool] = lambda state, wait: False
+        words = _FLAGS + sum(blocks)
+        self.flags = memory[: 4 * words].view(torch.int32).numpy()
+        self.flags[:] = 0
+        self._spare = list(range(_FLAGS))
+        self._ring_start = _aligned(4 * words)
+        self._view = memory.numpy().data
+        self._free: tuple[deque[tuple[Block, Event | None]], ...] = (deque(), deque())
+        at, number = self._ring_start + _aligned(ring), _FLAGS
+        for state, (count, shape) in enumerate(zip(blocks, shapes, strict=True)):
+            for _ in range(count):
+                self._free[state].append((Block(number, at, bool(state)), None))
+                at, number = at + _aligned(shape.size), number + 1
+        if at > memory.numel():
+            raise ValueError(f"{memory.numel()} bytes of host memory are less than {at}")
+
+    @staticmethod
+    def bytes(shapes: tuple[Shape, Shape], ring: int, blocks: tuple[int, int]) -> int:
+        sizes = (count * _aligned(shape.size) for count, shape in zip(blocks, shapes, strict=True))
+        return _aligned(4 * (_FLAGS + sum(blocks))) + _aligned(ring) + sum(sizes)
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """Blocks for pages and for states that nobody has."""
+        return len(self._free[0]), len(self._free[1])
+
+    def take(self, state: bool, *, wait: bool) -> Block | None:
+        """None if none is free now, and nobody gives one."""
+        free = self._free[state]
+        for _ in range(len(free)):
+            block, event = free.popleft()
+            if event is None or event.query():
+                self.flags[block.flag] = 0
+                return block
+            free.append((block, event))
+        return self.take(state, wait=wait) if self.reclaim(state, wait) else None
+
+    def give(self, block: Block, event: Event | None = None) -> None:
+        """It is free when the event is over."""
+        self._free[block.state].append((block, event))
+
+    def flag(self) -> int | None:
+        """A word of its own; None if all are in use."""
+        if not self._spare:
+            return None
+        self.flags[self._spare[-1]] = 0
+        return self._spare.pop()
+
+    def read_flag(self, flag: int) -> bool:
+        """Whether nothing was found; the word is another's now. What writes it is over."""
+        self._spare.append(flag)
+        return not self.flags[flag]
+
+    def region(self, region: Region) -> int:
+        """Where a region of the ring begins in the memory."""
+        return self._ring_start + region.start
+
+    def views(self, offset: int, lengths: Rows) -> list[memoryview]:
+        ends = offset + np.cumsum(lengths)
+        return [self._view[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+class HostStaged(Staged):
+    """In a block of a room."""
+
+    def __init__(self, room: Room, block: Block, lengths: Rows) -> None:
+        super().__init__(room.views(block.offset, lengths))
+        self.block, self.lengths = block, lengths
+        self.event: Event | None = None
+        self._room = room
+
+    def ready(self) -> bool:
+        return self.event is not None and self.event.query()
+
+    def wait(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return not self._room.flags[self.block.flag]
+
+    def drop(self) -> None:
+        self._room.give(self.block, self.event)
+
+    def place(self, parts: slice) -> int:
+        """Where the first of these components is, as the device sees it."""
+        return self._room.device + self.block.offset + int(self.lengths[: parts.start or 0].sum())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Implements ``engine.memory.mover.Landing``. ``rows``: what brings it to the device. ``state``: or a page."""
+
+    data: Buffers
+    rest: slice | None
+    rows: tuple[int, Rows, Rows]
+    """Where it is, where its components go, bytes of each."""
+    state: bool
+    region: Region | None = None
+
+    def drop(self) -> None:
+        if self.region is not None:
+            self.region.release()
+
+
+class Arrival:
+    """Implements ``engine.memory.mover.Arrival``."""
+
+    def __init__(self, lanes: Lanes, room: Room, event: Event, flag: int | None) -> None:
+        self._lanes, self._room, self._event, self._flag = lanes, room, event, flag
+        self._finite = True
+
+    def join(self) -> None:
+        self._lanes.wait("main", self._event)
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def finite(self) -> bool:
+        self._event.synchronize()
+        if self._flag is not None:
+            self._finite, self._flag = self._room.read_flag(self._flag), None
+        return self._finite
+
+
+class Staging:
+    """Implements ``engine.memory.mover.Mover`` for a device. ``ring`` uint8: memory of the device in which is gathered
+    what leaves; at least the largest component."""
+
+    def __init__(self, cache: Cache, lanes: Lanes, room: Room, ring: Tensor) -> None:
+        self._lanes, self._room, self._gathered = lanes, room, ring
+        self._pages, self._states = shapes(cache)
+        self._ring = Ring(ring.numel())
+        largest = max(int(one.sizes.max(initial=0)) for one in (self._pages, self._states))
+        if min(ring.numel(), room.ring.capacity) < largest:
+            raise ValueError(f"rings of {ring.numel()} and {room.ring.capacity} bytes for components of {largest}")
+        self._flags = room.device
+        self._looked: dict[int, tuple[Event, int]] = {}
+        """States that are being looked at, with the word that tells."""
+        self._rows: list[Rows] = []
+        """Of what is to be gathered next, and what to copy out then."""
+        self._copies: list[tuple[Region, HostStaged, int]] = []
+
+    # ── within the device ───────────────────────────────────────────────────────────────────────────────────────
+
+    def copy_page(self, source: int, target: int) -> None:
+        pages = self._pages
+        moves = rows(pages.places(source, ALL), pages.places(target, ALL), pages.sizes)
+        self._lanes.move("main", moves, self._flags)
+
+    def copy_state(self, source: int, target: int, parts: slice = ALL) -> None:
+        self._forget(target)
+        states = self._states
+        moves = rows(states.places(source, parts), states.places(target, parts), states.sizes[parts])
+        self._lanes.move("main", moves, self._flags)
+
+    def captured(self, slots: Sequence[int]) -> None:
+        """Their numbers are looked at beside what the host does next."""
+        for slot in slots:
+            self._forget(slot)
+            if (flag := self._room.flag()) is not None:
+                self._look(self._states, slot, 1, flag)
+                self._looked[slot] = self._lanes.record("main"), flag
+
+    def page_finite(self, page: int, tokens: int) -> bool:
+        return self._finite(self._pages, page, tokens)
+
+    def state_finite(self, slot: int) -> bool:
+        if slot not in self._looked:
+            return self._finite(self._states, slot, 1)
+        event, flag = self._looked.pop(slot)
+        event.synchronize()
+        return self._room.read_flag(flag)
+
+    def _finite(self, shape: Shape, number: int, tokens: int) -> bool:
+        flag = self._word()
+        self._look(shape, number, tokens, flag)
+        self._lanes.record("main").synchronize()
+        return self._room.read_flag(flag)
+
+    def _look(self, shape: Shape, number: int, tokens: int, flag: int) -> None:
+        places = shape.places(number, ALL)
+        looks = rows(places, places, shape.lengths(tokens), 2 * flag + shape.half)
+        self._lanes.move("main", looks, self._flags, copy=False)
+
+    def _word(self) -> int:
+        while (flag := self._room.flag()) is None:
+            self._forget(next(iter(self._looked)))
+        return flag
+
+    def _forget(self, slot: int) -> None:
+        if slot in self._looked:
+            self.state_finite(slot)
+
+    # ── out of it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stage_pages(self, pages: Sequence[tuple[int, int]], *, wait: bool = False) -> list[Staged]:
+        return self._stage(self._pages, pages, wait)
+
+    def stage_state(self, slot: int, *, wait: bool = False) -> Staged | None:
+        return next(iter(self._stage(self._states, [(slot, 1)], wait)), None)
+
+    def _stage(self, shape: Shape, items: Sequence[tuple[int, int]], wait: bool) -> list[Staged]:
+        staged: list[Staged] = []
+        for number, tokens in items:
+            one = self._stage_one(shape, number, tokens, wait)
+            if one is None:
+                break
+            staged.append(one)
+        self._launch()
+        return staged
+
+    def _stage_one(self, shape: Shape, number: int, tokens: int, wait: bool) -> HostStaged | None:
+        """What is larger than the ring takes turns there, and then what is computed has to wait."""
+        lengths = shape.lengths(tokens)
+        chunks = [(parts, int(lengths[parts].sum())) for parts in _chunks(lengths, self._ring.capacity)]
+        wait = wait or len(chunks) > 1
+        if not wait and chunks[0][1] > self._ring.most:
+            return None
+        block = self._room.take(shape is self._states, wait=wait)
+        if block is None:
+            return None
+        staged = HostStaged(self._room, block, lengths)
+        gathered, offset = self._gathered.data_ptr(), 0
+        for parts, size in chunks:
+            region = self._region(size)
+            packed = gathered + region.start + np.cumsum(lengths[parts]) - lengths[parts]
+            flag = 2 * block.flag + shape.half
+            self._rows.append(rows(shape.places(number, parts), packed, lengths[parts], flag))
+            self._copies.append((region, staged, offset))
+            offset += size
+        return staged
+
+    def _region(self, size: int) -> Region:
+        """What is computed from now on waits, on the device, until there is room."""
+        while (region := self._ring.take(size)) is None:
+            self._launch()
+            oldest = self._ring.oldest()
+            if oldest.event is not None:
+                self._lanes.wait("main", oldest.event)
+        return region
+
+    def _launch(self) -> None:
+        """Gather, then copy out."""
+        if not self._copies:
+            return
+        self._lanes.move("main", np.concatenate(self._rows), self._flags)
+        self._lanes.wait("out", self._lanes.record("main"))
+        for region, staged, offset in self._copies:
+            at = staged.block.offset + offset
+            source = self._gathered[region.start : region.start + region.size]
+            self._lanes.copy_out(self._room.memory[at : at + region.size], source)
+        event = self._lanes.record("out")
+        for region, staged, _ in self._copies:
+            region.release(event)
+            staged.event = event
+        self._rows, self._copies = [], []
+
+    # ── into it ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def page_in(self, page: int, tokens: int, parts: slice, source: Staged | None = None) -> Place | None:
+        return self._in(self._pages, page, tokens, parts, source)
+
+    def state_in(self, slot: int, parts: slice, source: Staged | None = None) -> Place | None:
+        self._forget(slot)
+        return self._in(self._states, slot, 1, parts, source)
+
+    def _in(self, shape: Shape, number: int, tokens: int, parts: slice, source: Staged | None) -> Place | None:
+        state, lengths = shape is self._states, shape.lengths(tokens)[parts]
+        places = shape.places(number, parts)
+        if isinstance(source, HostStaged):
+            return Place((), None, (source.place(parts), places, lengths), state)
+        count = next(_chunks(lengths, self._room.ring.capacity)).stop
+        region = self._room.ring.take(int(lengths[:count].sum()))
+        if region is None:
+            return None
+        first, stop, _ = parts.indices(len(shape.sizes))
+        rest = slice(first + count, stop) if count < len(lengths) else None
+        at = self._room.region(region)
+        data = self._room.views(at, lengths[:count])
+        return Place(data, rest, (self._room.device + at, places[:count], lengths[:count]), state, region)
+
+    def land(self, landings: Sequence[Landing]) -> Arrival:
+        """All in one launch, after what was computed so far."""
+        landed = [one for one in landings if isinstance(one, Place)]
+        flag = self._word() if any(one.state for one in landed) else None
+        moves: list[Rows] = []
+        for one in landed:
+            start, places, lengths = one.rows
+            packed = start + np.cumsum(lengths) - lengths
+            moves.append(rows(packed, places, lengths, -1 if flag is None or not one.state else 2 * flag))
+        self._lanes.wait("in", self._lanes.record("main"))
+        self._lanes.move("in", np.concatenate(moves), self._flags)
+        event = self._lanes.record("in")
+        for one in landed:
+            if one.region is not None:
+                one.region.release(event)
+        return Arrival(self._lanes, self._room, event, flag)
+
+
+def shapes(cache: Cache) -> tuple[Shape, Shape]:
+    """Of pages and of states."""
+    layers = zip(cache.keys, cache.values, strict=True)
+    return Shape.of([tensor for layer in layers for tensor in layer], PAGE), Shape.of(cache.states)
+
+
+def rows(sources: Rows, targets: Rows, lengths: Rows, flag: int = -1) -> Rows:
+    """What moves each of ``lengths`` bytes, cut into pieces that programs can share."""
+    counts = -(-lengths // _PIECE)
+    of = np.repeat(np.arange(len(lengths)), counts)
+    done = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
+    size = np.minimum(lengths[of] - done, _PIECE)
+    return np.stack((sources[of] + done, targets[of] + done, size, np.full_like(done, flag)), axis=1)
+
+
+def _chunks(lengths: Rows, most: int) -> Iterator[slice]:
+    """Runs of components of ``most`` bytes together, or half as many where not all fit."""
+    if lengths.sum() <= most:
+        yield slice(0, len(lengths))
+        return
+    first = size = 0
+    for at, length in enumerate(lengths.tolist()):
+        if at > first and size + length > most // 2:
+            yield slice(first, at)
+            first, size = at, 0
+        size += length
+    yield slice(first, len(lengths))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4096) * 4096
