@@ -28,12 +28,15 @@ NAMESAKES = 8
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A turn as it is to be rendered, its digest, its link, and whether it is one that was sampled."""
+    """A turn as it is to be rendered, its digest, its link, and whether it is one that was sampled. ``number``: which
+    one; ``seen``: its names, and who had them then."""
 
     turn: Turn
     digest: TurnDigest
     link: bytes
     verdict: Verdict
+    number: int = -1
+    seen: tuple[tuple[bytes, tuple[int, ...] | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,10 +112,10 @@ class Journal:
         ``described``: the turn's digest, where it is known."""
         described = described or turn_digest(turn)
         link = next_link(before, described.key)
-        named = [self._by_name[name] for name in _own_names(turn) if name in self._by_name]
-        named = named or [self._by_name.get(link, ())]
+        seen = tuple((name, self._by_name.get(name)) for name in (*_own_names(turn), link))
+        named = [numbers for _, numbers in seen[:-1] if numbers is not None] or [seen[-1][1] or ()]
         if not any(named):
-            return Restored(turn, described, link, "unknown")
+            return Restored(turn, described, link, "unknown", seen=seen)
         numbers = set(named[0]).intersection(*named)
         for number in sorted(numbers, key=lambda n: (self._entries[n].branch == branch, n), reverse=True):
             entry = self._entries[number]
@@ -120,8 +123,16 @@ class Journal:
                 self._entries.move_to_end(number)
                 sampled = Sampled(unpack(entry.ids), entry.thinking_end, entry.thinking_rest, entry.opener)
                 exact = Turn("assistant", _with_ids_of(entry.blocks, turn), sampled)
-                return Restored(exact, entry.digest, entry.names[-1], "exact")
-        return Restored(turn, described, link, "edited")
+                return Restored(exact, entry.digest, entry.names[-1], "exact", number, seen)
+        return Restored(turn, described, link, "edited", seen=seen)
+
+    def stands(self, found: Restored) -> bool:
+        """Would the same be found again, by the same turn behind the same link? That it was asked for is noted."""
+        if any(self._by_name.get(name) is not numbers for name, numbers in found.seen):
+            return False
+        if found.number >= 0:
+            self._entries.move_to_end(found.number)
+        return True
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)

@@ -13,19 +13,24 @@ from sessions.digest import TurnDigest, digest
 from sessions.session import Branch, Session
 
 
-def chain(scope: bytes, head: bytes, turns: Sequence[TurnDigest]) -> list[bytes]:
-    """One key per turn that can be matched, from the first user turn on. ``scope`` separates namespaces (and sessions
-    whose ids are known); ``head`` is the digest of system and tools; ``turns`` come without the opening system turns.
-    """
-    keys: list[bytes] = []
-    link, answered, asked = scope, False, False
-    for turn in turns:
+def linked(scope: bytes, turns: Sequence[TurnDigest], known: Sequence[bytes] = ()) -> list[bytes]:
+    """One link per turn, each of which depends on all turns up to it. ``known``: those of the first turns. ``scope``
+    separates namespaces (and sessions whose ids are known); ``turns`` come without the opening system turns."""
+    links = [*known]
+    link = links[-1] if links else scope
+    for turn in turns[len(links) :]:
         link = digest(link, turn.key)
-        answered = answered or turn.role == "assistant"
-        asked = asked or turn.role == "user"
-        if asked:
-            keys.append(link if answered else digest(link, head))
-    return keys
+        links.append(link)
+    return links
+
+
+def chain(links: Sequence[bytes], head: bytes, turns: Sequence[TurnDigest]) -> list[bytes]:
+    """One key per turn that can be matched, from the first user turn on. ``head`` is the digest of system and tools."""
+    asked, answered = (
+        next((at for at, turn in enumerate(turns) if turn.role == role), len(turns)) for role in ("user", "assistant")
+    )
+    first = max(asked, answered)
+    return [*(digest(link, head) for link in links[asked:first]), *links[first:]]
 
 
 class Lineage:

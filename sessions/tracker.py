@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
 
-from parsers.conversation import Conversation, Turn
+from parsers.conversation import Conversation
 from parsers.load import Family
 from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
@@ -25,12 +25,13 @@ from sessions.harness import (
 )
 from sessions.idle import Followup, IdleCounts, Prediction, predict
 from sessions.keeper import Keeper
-from sessions.lineage import Lineage, chain
+from sessions.lineage import Lineage, chain, linked
 from sessions.partings import learnt
 from sessions.persist import Persist
 from sessions.prior import counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
 from sessions.visit import Finished, Place, ReuseReport, Visit
+from sessions.walks import Step, Walk, Walks
 
 __all__ = [
     "AnchorPoint",
@@ -72,6 +73,7 @@ class Sessions:
         self._weights: dict[str, int] = {}
         self._tokens = 0
         self._digests = Digests(min(self._limits.max_tokens, MOST_DIGESTED))
+        self._walks = Walks()
         self._lineage = Lineage(self._limits.turns)
         self._causes: Counter[Cause] = Counter()
         self._verdicts: Counter[Verdict] = Counter()
@@ -214,15 +216,26 @@ class Sessions:
         harness = recognise(meta, conversation)
         identity = identify(harness, meta, conversation)
         conversation = without_volatile(harness, conversation)
-        turns = [self._digests.of(turn) for turn in conversation.turns]
+        walk, common = self._walks.find(conversation)
+        turns = [*walk.digests[:common], *map(self._digests.of, conversation.turns[common:])]
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
         head = _head(conversation) if scope else b""
-        keys = chain(scope, head, turns[head_turns(conversation) :]) if scope else []
+        first = head_turns(conversation)
+        known = walk.links[: max(common - first, 0)] if (scope, first) == (walk.scope, walk.head) else ()
+        links = linked(scope, turns[first:], known) if scope else []
+        keys = chain(links, head, turns[first:]) if scope else []
         session, branch = self._find(meta, harness, identity, keys, head)
         if harness.reattach_tools and identity.kind == "compaction" and not conversation.tools:
             conversation = replace(conversation, tools=branch.tools)
         count = keep and identity.kind != "side"
-        restored, link = self._restore(session, branch.name, conversation, turns, count)
+        came = tuple(turns)
+        steps = self._restore(session, branch.name, conversation, turns, (walk, common))
+        if count:
+            self._verdicts.update(step.found.verdict for step in steps if step.found is not None)
+            journal, tools = session.journal, conversation.tools
+            made = Walk(conversation.turns, came, scope, first, links, journal, branch.name, tools, steps)
+            self._walks.keep(made, walk)
+        restored = replace(conversation, turns=tuple(step.turn for step in steps))
         worth = priorities(self._habits.get(harness.name, {}))
         elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
         return Place(
@@ -232,7 +245,7 @@ class Sessions:
             identity,
             restored,
             tuple(turns),
-            link,
+            steps[-1].link if steps else b"",
             scope,
             head,
             tuple(keys),
@@ -310,22 +323,26 @@ class Sessions:
         branch: str,
         conversation: Conversation,
         turns: MutableSequence[TurnDigest],
-        keep: bool,
-    ) -> tuple[Conversation, bytes]:
-        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``. With it comes
-        the link of all turns."""
+        before: tuple[Walk, int],
+    ) -> Sequence[Step]:
+        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``. ``before``: who
+        walked here, and how many of these turns."""
         schemas = {tool.name: tool.parameters for tool in conversation.tools}
-        restored: list[Turn] = []
-        link = b""
-        for index, turn in enumerate(conversation.turns):
+        walk, common = before
+        steps = [*walk.restored(session.journal, branch, conversation.tools, common)]
+        link = steps[-1].link if steps else b""
+        for index, turn in enumerate(conversation.turns[len(steps) :], len(steps)):
+            found = None
             if turn.role == "assistant":
                 found = session.journal.restore(turn, link, branch, schemas, turns[index])
-                turn, turns[index], link = found.turn, found.digest, found.link
-                self._verdicts[found.verdict] += keep
+                turn, link = found.turn, found.link
             elif turn.role != "system":
                 link = next_link(link, turns[index].key)
-            restored.append(turn)
-        return replace(conversation, turns=tuple(restored)), link
+            steps.append(Step(turn, link, found))
+        for index, step in enumerate(steps):
+            if step.found is not None:
+                turns[index] = step.found.digest
+        return steps
 
     def _remember(self, done: Finished) -> None:
         place, report = done.place, done.report
@@ -369,7 +386,8 @@ class Sessions:
             session.journal.record(done.blocks, done.sampled, place.link, branch.name)
         branch.remember(answered)
         if place.scope:
-            keys = chain(place.scope, branch.head, answered.turns[answered.head :])
+            turns = answered.turns[answered.head :]
+            keys = chain(linked(place.scope, turns), branch.head, turns)
             self._lineage.add(session, branch, keys)
         self._weigh(session)
 
@@ -410,6 +428,7 @@ class Sessions:
                 self._drop(least)
 
     def _drop(self, session: Session, *, erase: bool = False) -> None:
+        self._walks = Walks() if erase else self._walks
         del self._sessions[session.id]
         self._tokens -= self._weights.pop(session.id, 0)
         for branch in session.branches.values():

@@ -220,7 +220,7 @@ class Visit:
             return self._asked
         conversation = self.conversation
         self._asked = Asked(
-            pack(prompt.ids),
+            prompt.packed,
             tools_digest(conversation.tools),
             system_digest(conversation),
             head_turns(conversation),

@@ -1,0 +1,74 @@
+"""What was found out about the turns of a conversation when they came before: each request brings them all again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parsers.conversation import Conversation, Tool, Turn
+from sessions.digest import TurnDigest
+from sessions.exact import Journal, Restored
+
+_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A turn as it was restored, of the assistant's in ``found``, and the link up to it."""
+
+    turn: Turn
+    link: bytes
+    found: Restored | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """``digests`` of the turns as they came, and their ``links`` in the index of prefixes, from the turn ``head`` on.
+    The ``steps`` are good for one branch of one journal, and the same tools."""
+
+    turns: tuple[Turn, ...] = ()
+    digests: Sequence[TurnDigest] = ()
+    scope: bytes = b""
+    head: int = 0
+    links: Sequence[bytes] = ()
+    journal: Journal | None = None
+    branch: str = ""
+    tools: tuple[Tool, ...] = ()
+    steps: Sequence[Step] = ()
+
+    def restored(self, journal: Journal, branch: str, tools: Sequence[Tool], common: int) -> Iterable[Step]:
+        """The steps of the first ``common`` turns, as far as they would come out the same."""
+        same = len(tools) == len(self.tools) and all(a is b for a, b in zip(tools, self.tools, strict=True))
+        if journal is self.journal and branch == self.branch and same:
+            for step in self.steps[:common]:
+                if step.found is not None and not journal.stands(step.found):
+                    return
+                yield step
+
+
+class Walks:
+    """The latest ones."""
+
+    def __init__(self) -> None:
+        self._known: deque[Walk] = deque(maxlen=_KEPT)
+
+    def find(self, conversation: Conversation) -> tuple[Walk, int]:
+        """One that shares most turns with this conversation, and how many."""
+        best = Walk(), 0
+        for walk in reversed(self._known):
+            count = _common(walk.turns, conversation.turns)
+            best = (walk, count) if count > best[1] else best
+        return best
+
+    def keep(self, walk: Walk, instead: Walk) -> None:
+        """``instead``: one that may go, if all of it is in this one too."""
+        if _common(walk.turns, instead.turns) == len(instead.turns) and instead in self._known:
+            self._known.remove(instead)
+        self._known.append(walk)
+
+
+def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
+    size = min(len(some), len(others))
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((n for n, (one, other) in pairs if one is not other and one != other), size)
