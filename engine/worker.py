@@ -254,6 +254,7 @@ class Worker:
 def main(argv: Sequence[str] | None = None, make_scheduler: MakeScheduler = load_scheduler) -> int:
     """Runs a worker until it is told to stop; returns its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("engine.device").setLevel(logging.INFO)  # once: what was put where
     faulthandler.enable()
     parser = argparse.ArgumentParser(prog="python -P -m engine.worker", description="Serves one model on a socket.")
     parser.add_argument("--socket", required=True, type=Path, metavar="PATH", help="unix socket to listen on")

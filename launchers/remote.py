@@ -31,6 +31,11 @@ WORKERS = (
     "kv_bytes",
     "checkpoint_bytes",
     "chunk_tokens",
+    "device",
+    "experts",
+    "expert_format",
+    "gpu_bytes",
+    "split",
 )
 """Settings of a worker of ours, which a remote engine has not."""
 

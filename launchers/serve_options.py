@@ -31,6 +31,16 @@ def size(text: str) -> int:
     return int(amount)
 
 
+def share(text: str) -> float | None:
+    """From 0 to 1; None for ``auto``."""
+    if text == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write auto, or a number from 0 to 1") from None
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Each flag fills the field of ServeSettings of the same name; one not given keeps that field's default."""
     model = parser.add_argument_group("what is served")
@@ -116,6 +126,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(compute, "--instruction-set", str, "NAME", "of the C++ kernels: auto, or one this processor has")
     flag(compute, "--threads", int, "N", "threads of the C++ kernels", "one per physical core")
     flag(compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step")
+
+    gpu = parser.add_argument_group("serving from a GPU, which need not hold the experts")
+    flag(
+        gpu, "--device", str, None, "what the model runs on; auto: a GPU if one can be used",
+        choices=("cpu", "cuda", "auto"),
+    )  # fmt: skip
+    flag(
+        gpu, "--experts", str, None,
+        "where routed experts are computed: device (the GPU holds all of them), offload (it fetches those it misses), "
+        "cpu, hybrid (both at once); auto decides by what `ft bench bw` measured",
+        choices=("auto", "device", "offload", "hybrid", "cpu"),
+    )  # fmt: skip
+    flag(
+        gpu, "--expert-format", str, None, "numbers that experts are held in; auto: as in the checkpoint",
+        choices=("auto", "bf16", "int8", "mxfp4"),
+    )  # fmt: skip
+    flag(gpu, "--gpu-bytes", size, "SIZE", "its memory that may be used", "what is free, less 1g")
+    flag(gpu, "--split", share, "SHARE", "of what hybrid misses, fetched: 0 to 1, or auto: whatever is fastest", "auto")
 
 
 def default_store() -> Path:

@@ -78,6 +78,11 @@ class ServeSettings(BaseModel):
     max_sequences: int = Field(default=8, gt=0)
     chunk_tokens: int = Field(default=512, gt=0)
     queue: int = Field(default=64, ge=0)
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    experts: Literal["auto", "device", "offload", "hybrid", "cpu"] = "auto"
+    expert_format: Literal["auto", "bf16", "int8", "mxfp4"] = "auto"
+    gpu_bytes: int = Field(default=0, ge=0)
+    split: float | None = Field(default=None, ge=0, le=1)
 
     def worker(self, model: Path) -> EngineConfig:
         """The worker's configuration for the checkpoint in the folder ``model``."""
@@ -93,6 +98,11 @@ class ServeSettings(BaseModel):
             max_sequences=self.max_sequences,
             chunk_tokens=self.chunk_tokens,
             queue=self.queue,
+            device=self.device,
+            experts=self.experts,
+            expert_format=self.expert_format,
+            gpu_bytes=self.gpu_bytes,
+            split=self.split,
             store=self._store(),
         )
 

@@ -146,7 +146,8 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         "--checkpoint-bytes 512MiB --max-sequences 3 --max-sessions 4 --queue 5 --dtype float32 --kernels reference "
         "--instruction-set scalar --threads 2 --chunk-tokens 128 --store s --store-quota 1t --store-daily-writes 5g "
         "--store-key-file k --host-cache 1m --no-idle-prefill --share-cache --key-running 6 --key-waiting 7 "
-        "--allowed-host a --allowed-host b --max-body 8m --tls-cert t --tls-key u"
+        "--allowed-host a --allowed-host b --max-body 8m --tls-cert t --tls-key u --device auto --experts hybrid "
+        "--expert-format mxfp4 --gpu-bytes 12g --split 0.25"
     )
     assert settings(*line.split()) == ServeSettings(
         model=Path("m"),
@@ -179,6 +180,11 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         instruction_set="scalar",
         threads=2,
         chunk_tokens=128,
+        device="auto",
+        experts="hybrid",
+        expert_format="mxfp4",
+        gpu_bytes=12 << 30,
+        split=0.25,
         store=Path("s"),
         store_quota=1 << 40,
         store_daily_writes=5 << 30,
@@ -198,6 +204,9 @@ def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_wrong_values_name_their_flags(tmp_path: Path) -> None:
     with pytest.raises(ServerProblem, match=r"--port: .*65535; --threads: .*ft serve --help"):
         settings("--port", "70000", "--threads", "-1")
+    with pytest.raises(ServerProblem, match=r"--split: .*less than or equal to 1"):
+        settings("--split", "2")
+    assert settings("--split", "auto").split is None
     with pytest.raises(ServerProblem, match=r"cannot read API keys .*--api-key-file"):
         settings("--api-key-file", str(tmp_path / "none"))
     (tmp_path / "empty").write_text("\n")
