@@ -37,6 +37,10 @@ class Part:
 PARTS = {
     "kernels": Part("model kernels against their torch twins, and their speed", ("engine.kernels.check",), 240, False),
     "experts": Part("expert kernels and residency, likewise", ("engine.kernels.check_experts",), 240),
+    "decode": Part(
+        "a decode step with all experts on the device: its kernels, and with and without early launches",
+        ("engine.device.check_decode",), 180,
+    ),
     "handshake": Part(
         "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60
     ),

@@ -20,6 +20,7 @@ from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
+from engine.kernels.experts import Sums
 from engine.kernels.resolve import resolve
 
 
@@ -122,12 +123,20 @@ class OffloadedExperts:
         self.residency.resize(limit)
         self._chooser = Chooser(self.pool.layers, self.pool.experts, limit, self._chooser.policy)
 
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
+        """All of ``run`` but the sum; None for rows that are not decided on at once."""
+        return self._sums(x, ids, weights, layer) if x.shape[0] <= self.executor.layout.rows else None
+
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        y, sums = torch.empty_like(x), self._sums(x, ids, weights, layer)
+        kernels.combine(sums.out, weights, sums.decision, y, sums.mailbox, sums.layout)
+        return y
+
+    def _sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
         layout, box = self.pool.layout, self.executor.layout
         decision, stream = self._decisions[x.shape[0] - 1], self._stream()
         out = x.new_empty(*ids.shape, layout.hidden)
         inner = x.new_empty(*ids.shape, layout.inner)
-        y = torch.empty_like(x)
 
         resolve(self.residency, ids, layer, decision)
         kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
@@ -136,8 +145,7 @@ class OffloadedExperts:
         kernels.down(inner, self._slots, decision, layout, out)
         kernels.arrive(self._mailbox, box)
         self._driver.wait64(stream, self._mailbox + box.done, 1)
-        kernels.combine(out, weights, decision, y, self._mailbox, box)
-        return y
+        return Sums(out, weights, decision, mailbox=self._mailbox, layout=box)
 
     def _share(self) -> None:
         """In the order of the stream. The last copy was made before a step that has ended."""

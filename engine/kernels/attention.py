@@ -1,8 +1,9 @@
-"""Paged attention, and writing the pages.
+"""Paged attention, and what comes before it: norms and rotation of q and k, writing the pages.
 
 Flash decoding (arXiv 2205.14135, split over keys): a program for a row, a key head and ranges of keys at fixed
 absolute positions reads each range once for all query heads that share it; a second kernel adds the ranges up in order.
-What a row gives depends on its own length only. Long prefill is right but reads the keys again for every row.
+How long the ranges are, and so what a row gives, depends on its own length only. Long prefill is right but reads the
+keys again for every row.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.kernels.launch import begin, launch, wait
 from engine.kernels.linear import dot
-from engine.layers.ops import Batch
+from engine.kernels.pointwise import strides, warps
+from engine.layers.ops import Batch, Norm
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """``split``: keys of a range, whole pages. ``tile``: keys in one step of a range; divides a page. ``stages`` is for
-    16-bit pages; two of float32 would not fit into every GPU's shared memory."""
+    """``split``: keys of a range, whole pages; ``short_split`` for rows of up to ``short`` keys, which would give a GPU
+    too few ranges. ``tile``: keys in one step of a range; divides a page. ``stages`` is for 16-bit pages; two of
+    float32 would not fit into every GPU's shared memory."""
 
     split: int = 4 * PAGE
+    short_split: int = PAGE
+    short: int = 64 * PAGE
     tile: int = 32
     warps: int = 4
     stages: int = 3
@@ -55,10 +61,12 @@ def _sequence(segments, row, count, SEGMENTS: tl.constexpr):
 def _ranges(
     q, k_pages, v_pages, segments, table, partial, highest, sums,
     first_row, count, width, splits, heads, kv_heads, head_dim, scale,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
+    begin()
     local, kv_head = tl.program_id(0), tl.program_id(1)
+    wait()
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     length = tl.where(sequence < 0, 0, position + 1)
     group = heads // kv_heads
@@ -67,12 +75,13 @@ def _ranges(
     here = (member < group)[:, None] & (dim < head_dim)[None, :]
     at = (first_row + local).to(tl.int64) * heads + head
     queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
-    for split in range(tl.program_id(2), tl.cdiv(length, SPLIT), tl.num_programs(2)):
-        begin = split * SPLIT
+    size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
+    for split in range(tl.program_id(2), tl.cdiv(length, size), tl.num_programs(2)):
+        origin = split * size
         best = tl.full((GROUP,), float("-inf"), tl.float32)
         total = tl.zeros((GROUP,), tl.float32)
         mixed = tl.zeros((GROUP, DIM), tl.float32)
-        for start in range(begin, min(begin + SPLIT, length), TILE):
+        for start in range(origin, min(origin + size, length), TILE):
             page = tl.load(table + sequence * width + start // PAGE).to(tl.int64)
             key = tl.arange(0, TILE)
             inside = start + key < length
@@ -100,13 +109,16 @@ def _ranges(
 @triton.jit
 def _combine(
     partial, highest, sums, out, segments, first_row, count, splits, heads, head_dim,
-    SPLIT: tl.constexpr, RANGES: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr,
+    SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, RANGES: tl.constexpr,
+    SEGMENTS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
+    begin()
     local, head = tl.program_id(0), tl.program_id(1)
     dim = tl.program_id(2) * DIM + tl.arange(0, DIM)
     here = dim < head_dim
+    wait()
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
-    ranges = tl.where(sequence < 0, 0, position // SPLIT + 1)
+    ranges = tl.where(sequence < 0, 0, position // tl.where(position < SHORT, SHORT_SPLIT, SPLIT) + 1)
     base = ((local * heads + head) * splits).to(tl.int64)
     best, total = float("-inf"), 0.0
     mixed = tl.zeros((DIM,), tl.float32)
@@ -131,26 +143,38 @@ def attention(
 ) -> Tensor:  # fmt: skip
     out, (rows, heads, head_dim) = torch.empty_like(q), q.shape
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
-    splits = triton.cdiv(width * PAGE, tiling.split)
-    segments, dim = triton.next_power_of_2(max(1, count)), max(16, triton.next_power_of_2(head_dim))
+    keys, segments = width * PAGE, triton.next_power_of_2(max(1, count))
+    splits = max(triton.cdiv(keys, tiling.split), triton.cdiv(min(keys, tiling.short), tiling.short_split))
+    sizes = {"SPLIT": tiling.split, "SHORT_SPLIT": tiling.short_split, "SHORT": tiling.short, "SEGMENTS": segments}
+    dim = max(16, triton.next_power_of_2(head_dim))
     narrow = min(64, dim)
     room = min(rows, ROWS)
     partial = q.new_empty((room, heads, splits, head_dim))
     highest, sums = q.new_empty((room, heads, splits)), q.new_empty((room, heads, splits))
     for first in range(0, rows, ROWS):
         some = min(ROWS, rows - first)
-        _ranges[(some, kv_heads, min(splits, triton.cdiv(PROGRAMS, some * kv_heads)))](
+        launch(
+            _ranges, (some, kv_heads, min(splits, triton.cdiv(PROGRAMS, some * kv_heads))),
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
-            PAGE=PAGE, SPLIT=tiling.split, TILE=tiling.tile, SEGMENTS=segments,
+            PAGE=PAGE, TILE=tiling.tile, **sizes,
             GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
-        _combine[(some, heads, triton.cdiv(head_dim, narrow))](
+        launch(
+            _combine, (some, heads, triton.cdiv(head_dim, narrow)),
             partial, highest, sums, out, batch.segments, first, count, splits, heads, head_dim,
-            SPLIT=tiling.split, RANGES=RANGES, SEGMENTS=segments, DIM=narrow, num_warps=4,
+            RANGES=RANGES, DIM=narrow, num_warps=4, **sizes,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _token(segments, table, row, count, width, PAGE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Where a row's keys are among all of the pages, in tokens; negative for none."""
+    sequence, position = _sequence(segments, row, count, SEGMENTS)
+    page = tl.load(table + tl.maximum(sequence, 0) * width + position // PAGE).to(tl.int64)
+    return tl.where(sequence < 0, -1, page * PAGE + position % PAGE)
 
 
 @triton.jit
@@ -158,11 +182,12 @@ def _write_pages(
     k, v, k_pages, v_pages, segments, table, count, width, size, k_row, v_row,
     PAGE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sequence, position = _sequence(segments, row, count, SEGMENTS)
-    page = tl.load(table + tl.maximum(sequence, 0) * width + position // PAGE).to(tl.int64)
-    here = at < tl.where(tl.minimum(sequence, page) < 0, 0, size)
-    to = (page * PAGE + position % PAGE) * size + at
+    wait()
+    token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
+    here = at < tl.where(token < 0, 0, size)
+    to = token * size + at
     tl.store(k_pages + to, tl.load(k + row * k_row + at, mask=here, other=0.0).to(k_pages.dtype.element_ty), mask=here)
     tl.store(v_pages + to, tl.load(v + row * v_row + at, mask=here, other=0.0).to(v_pages.dtype.element_ty), mask=here)
 
@@ -173,8 +198,66 @@ def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: B
     size = k.shape[1] * k.shape[2]
     block = min(1024, triton.next_power_of_2(size))
     if k.numel():
-        _write_pages[(rows, triton.cdiv(size, block))](
+        launch(
+            _write_pages, (rows, triton.cdiv(size, block)),
             k, v, k_pages, v_pages, batch.segments, batch.page_table, count, width, size, k.stride(0), v.stride(0),
             PAGE=PAGE, SEGMENTS=triton.next_power_of_2(max(1, count)), BLOCK=block,
         )  # fmt: skip
-    return None
+
+
+@triton.jit
+def _turned(
+    x, norm, dim, head_dim, half, cos, sin, eps, offset
+):  # fmt: skip
+    """A head, normalised and then rotated."""
+    rotated, low = dim < 2 * half, dim < half
+    other = tl.where(low, dim + half, dim - half)
+    values = tl.load(x + dim, mask=dim < head_dim, other=0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values) / head_dim + eps)
+    values = values * scale * (offset + tl.load(norm + dim, mask=dim < head_dim, other=0.0))
+    others = tl.load(x + other, mask=rotated, other=0.0) * scale
+    others *= offset + tl.load(norm + other, mask=rotated, other=0.0)
+    return tl.where(rotated, values * cos + tl.where(low, -others, others) * sin, values)
+
+
+@triton.jit
+def _qk_norm_rope(
+    q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
+    count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,
+    q_eps, q_offset, k_eps, k_offset, PAGE: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    begin()
+    row, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
+    wait()
+    angle = angles + (tl.load(positions + row).to(tl.int64) * half + dim % half) * 2
+    cos = tl.load(angle, mask=dim < 2 * half, other=0.0)
+    sin = tl.load(angle + 1, mask=dim < 2 * half, other=0.0)
+    if head < heads:
+        turned = _turned(q + row * q_row + head * q_head, q_norm, dim, head_dim, half, cos, sin, q_eps, q_offset)
+        tl.store(out + (row * heads + head) * head_dim + dim, turned, mask=dim < head_dim)
+    else:
+        number = head - heads
+        turned = _turned(k + row * k_row + number * k_head, k_norm, dim, head_dim, half, cos, sin, k_eps, k_offset)
+        token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
+        here = dim < tl.where(token < 0, 0, head_dim)
+        to = (token * kv_heads + number) * head_dim + dim
+        tl.store(k_pages + to, turned.to(k_pages.dtype.element_ty), mask=here)
+        value = tl.load(v + row * v_row + number * v_head + dim, mask=here, other=0.0)
+        tl.store(v_pages + to, value.to(v_pages.dtype.element_ty), mask=here)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
+    k_pages: Tensor, v_pages: Tensor, batch: Batch,
+) -> Tensor:  # fmt: skip
+    (rows, heads, head_dim), kv_heads, (count, width) = q.shape, k.shape[1], batch.page_table.shape
+    out, dim, (q_norm, k_norm) = q.new_empty(q.shape), triton.next_power_of_2(head_dim), norms
+    if rows:
+        launch(
+            _qk_norm_rope, (rows, heads + kv_heads),
+            q, k, v, q_norm.weight, k_norm.weight, out, batch.positions, table, k_pages, v_pages, batch.segments,
+            batch.page_table, count, width, heads, kv_heads, head_dim, table.shape[1], *strides(q), *strides(k),
+            *strides(v), q_norm.eps, q_norm.offset, k_norm.eps, k_norm.offset,
+            PAGE=PAGE, SEGMENTS=triton.next_power_of_2(max(1, count)), DIM=dim, num_warps=warps(dim),
+        )  # fmt: skip
+    return out

@@ -10,9 +10,10 @@ Ends with status 1 where an operation is wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.experts.layout import FORMATS, ExpertFormat, Layout
 from engine.kernels import linear
+from engine.kernels.check_composed import CASES, Make
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
 from engine.kernels.timing import (
@@ -138,6 +140,18 @@ def routed(rows: int, format: ExpertFormat) -> Run:
     return run
 
 
+def composed(make: Make, rows: int) -> Run:
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        return {str(number): result for number, result in enumerate(make(ops, draw, rows).run())}
+
+    return run
+
+
+def compositions() -> Iterator[tuple[str, Run, float]]:
+    for rows, (name, make) in itertools.product((1, 5, 16), CASES.items()):
+        yield f"{name}, {rows}", composed(make, rows), 1e-4
+
+
 def checks() -> Iterator[tuple[str, Run, float]]:
     """Name, what to compare, the largest relative error."""
     for dtype, few, many in ((torch.bfloat16, 1e-4, 1e-2), (torch.float32, 1e-5, 1e-5)):
@@ -150,6 +164,7 @@ def checks() -> Iterator[tuple[str, Run, float]]:
     for rows in (1, 16):
         yield f"pointwise {rows}", pointwise(rows), 1e-5
     yield "recurrences", recurrences, 1e-5
+    yield from compositions()
     for name, format in FORMATS.items():
         for rows in (1, 5, 40):
             yield f"{rows} rows of {name}", routed(rows, format), 1e-5
@@ -157,9 +172,17 @@ def checks() -> Iterator[tuple[str, Run, float]]:
 
 def check(ops: DeviceOps, seed: int) -> bool:
     """Prints one line for each result; whether all were right."""
-    right = True
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
-    for number, (name, run, tolerance) in enumerate(checks()):
+    right = compare(ops, seed, checks())
+    right &= in_company(ops, seed)
+    torch.use_deterministic_algorithms(False)
+    return right
+
+
+def compare(ops: DeviceOps, seed: int, checks: Iterable[tuple[str, Run, float]]) -> bool:
+    """Prints one line for each result; whether all were right."""
+    right = True
+    for number, (name, run, tolerance) in enumerate(checks):
         got = run(ops, Draws(seed + number, GPU))
         want = run(ReferenceOps(), Draws(seed + number, CPU))
         for part, result in got.items():
@@ -167,8 +190,6 @@ def check(ops: DeviceOps, seed: int) -> bool:
             good = error <= tolerance  # false for NaN
             right &= good
             print(f"{'ok   ' if good else 'WRONG'} {name:32} {part:20} {error:.2e}")
-    right &= in_company(ops, seed)
-    torch.use_deterministic_algorithms(False)
     return right
 
 

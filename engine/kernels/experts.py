@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.experts.layout import BLOCK, HALF, MOST_PARTS, Layout
 from engine.experts.residency import Decision
+from engine.kernels.launch import begin, launch, wait
 
 FETCHERS = 64
 """Programs that fetch: enough reads in flight for the link, few enough to leave the device to others."""
@@ -53,6 +54,7 @@ TILES = {
 }
 """By format. The same on every GPU: a tile sets the order of the sums."""
 
+_EVERY = tl.constexpr(MOST_PARTS)
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
 _WORDS_OF_A_ROW = {"bf16": 32, "int8": 8, "mxfp4": 4}
 
@@ -78,6 +80,8 @@ class Mailbox(Protocol):
 
 @triton.jit
 def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
+    begin()
+    wait()
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, CHUNK)
     source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
@@ -94,7 +98,9 @@ def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
 def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes: Tensor) -> None:
     """Copy what ``decision.fetch`` lists from the pool (its address for the device; 16-byte aligned, as is ``stride``)
     to ``slots`` uint8 [slots + 1, stride]."""
-    _fetch[(FETCHERS,)](
+    launch(
+        _fetch,
+        (FETCHERS,),
         pool,
         slots.view(torch.int32),
         decision.fetch,
@@ -104,6 +110,15 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes:
         CHUNK=CHUNK,
         num_warps=8,
     )
+
+
+@triton.jit
+def _parts(address, present, WHOLE: tl.constexpr):
+    """How many parts of a pair the device computes; WHOLE: all, if there is a slot."""
+    number = tl.load(address, mask=present, other=-1)
+    if WHOLE:
+        number = tl.where(number >= 0, _EVERY, 0)
+    return number
 
 
 @triton.jit
@@ -178,10 +193,12 @@ def _added(total):
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
-    parts, slot = tl.load(parts_in + pair), tl.load(slot_in + pair)
+    wait()
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
     if part < parts:
         first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
@@ -217,10 +234,12 @@ def _gate_up(
 def _down(
     h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
-    parts, slot = tl.load(parts_in + pair), tl.load(slot_in + pair)
+    wait()
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
     if parts > 0:
         blob = slots + slot.to(tl.int64) * stride_words
         row_h = h + pair.to(tl.int64) * inner
@@ -258,34 +277,41 @@ def _down(
             tl.store(base + tl.arange(0, 32), _added(total))
 
 
-def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:
+def gate_up(
+    x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor, whole: bool = False
+) -> None:  # fmt: skip
     """silu(gate x) * up x of each pair, for the columns of its first ``decision.gpu_parts`` parts; other columns are
-    left as they are. x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
+    left as they are. ``whole``: all parts of pairs with a slot, which is what gpu_parts holds then too.
+    x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
     kind = layout.format.name
     tile, groups = TILES[kind].gate_up, layout.hidden // BLOCK
     blocks = min(tile.blocks, triton.next_power_of_2(groups))
     bounds, offsets = _padded(layout)
-    _gate_up[(decision.slot.numel(), layout.inner // HALF)](
+    launch(
+        _gate_up, (decision.slot.numel(), layout.inner // HALF),
         x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4, decision.slot.shape[1],
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[:-1]), *offsets,
         KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
-        EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, num_warps=tile.warps,
+        EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
 
 
-def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:
+def down(
+    h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor, whole: bool = False
+) -> None:  # fmt: skip
     """down of what ``gate_up`` gave, over the same columns. h [rows, k, inner] -> out [rows, k, hidden]; pairs without
     parts on the device are left as they are."""
     kind = layout.format.name
     tile, groups = TILES[kind].down, layout.inner // BLOCK
     blocks = min(tile.blocks, triton.next_power_of_2(groups))
     bounds, offsets = _padded(layout)
-    _down[(decision.slot.numel(), layout.hidden // BLOCK)](
+    launch(
+        _down, (decision.slot.numel(), layout.hidden // BLOCK),
         h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
         KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
         EVEN=all(bound // BLOCK % blocks == 0 for bound in bounds), STAGES=tile.stages, UNROLL=tile.unroll,
-        num_warps=tile.warps,
+        WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -297,43 +323,72 @@ def _padded(layout: Layout) -> tuple[list[int], list[int]]:
 
 
 @triton.jit
-def _combine(
-    out,
-    weights,
-    parts_in,
-    counts,
-    mailbox_y,
-    y,
-    hidden,
-    RANKS: tl.constexpr,
-    WITH_CPU: tl.constexpr,
-    COPY: tl.constexpr,
-):
-    row, at = tl.program_id(1), tl.program_id(0) * COPY + tl.arange(0, COPY)
-    inside = at < hidden
-    total = tl.zeros((COPY,), tl.float32)
+def routed(
+    out, weights, parts, counts, cpu_y, row, at, present, inside, hidden,
+    RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr,
+):  # fmt: skip
+    """What ``combine`` gives, for rows and hidden columns that together make a block."""
+    here = present & inside
+    total = tl.zeros(here.shape, tl.float32)
     for rank in tl.static_range(RANKS):  # unrolled, and read before it is known to count: all reads go out at once
-        pair = row * RANKS + rank
-        part = tl.load(out + pair.to(tl.int64) * hidden + at, mask=inside, other=0.0)
-        total += tl.where(at * 0 + tl.load(parts_in + pair) > 0, tl.load(weights + pair) * part, 0.0)
+        pair = (row * RANKS + rank).to(tl.int64)
+        part = tl.load(out + pair * hidden + at, mask=here, other=0.0)
+        used = (_parts(parts + pair, present, WHOLE) > 0) & here
+        total += tl.where(used, tl.load(weights + pair, mask=present, other=0.0) * part, 0.0)
     if WITH_CPU:  # noqa: SIM102 - known when it is compiled, unlike the other
         if tl.load(counts + 1) > 0:
             # Not from a cache: the CPU writes the same place for every layer.
-            source = tl.multiple_of(mailbox_y.to(tl.pointer_type(tl.float32)), 16) + row * hidden
-            total += tl.load(source + at, mask=inside, other=0.0, cache_modifier=".cv")
-    tl.store(y + row * hidden + at, total, mask=inside)
+            source = tl.multiple_of(cpu_y.to(tl.pointer_type(tl.float32)), 16)
+            total += tl.load(source + row * hidden + at, mask=here, other=0.0, cache_modifier=".cv")
+    return total
+
+
+@triton.jit
+def _combine(
+    out, weights, parts, counts, cpu_y, y, hidden,
+    RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    begin()
+    at = tl.program_id(0) * COPY + tl.arange(0, COPY)
+    row, inside = tl.program_id(1) + 0 * at, at < hidden
+    wait()
+    total = routed(out, weights, parts, counts, cpu_y, row, at, row >= 0, inside, hidden, RANKS, WHOLE, WITH_CPU)
+    tl.store(y + row.to(tl.int64) * hidden + at, total, mask=inside)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What is there of a layer's routed experts before they are added up: each pair's ``out`` [rows, k, hidden], its
+    ``weights`` [rows, k]; and, with a ``layout``, what the CPU computed in the mailbox (its address for the device)."""
+
+    out: Tensor
+    weights: Tensor
+    decision: Decision
+    whole: bool = False
+    mailbox: int = 0
+    layout: Mailbox | None = None
+
+    @property
+    def cpu_y(self) -> int:
+        return 0 if self.layout is None else self.mailbox + self.layout.y
 
 
 def combine(
-    out: Tensor, weights: Tensor, decision: Decision, y: Tensor, mailbox: int = 0, layout: Mailbox | None = None
+    out: Tensor,
+    weights: Tensor,
+    decision: Decision,
+    y: Tensor,
+    mailbox: int = 0,
+    layout: Mailbox | None = None,
+    whole: bool = False,
 ) -> None:
     """Sum over ranks in order of weights [rows, k] * out [rows, k, hidden], and what the CPU computed, if anything.
     ``mailbox``: its address for the device; without ``layout`` there is no CPU. -> y [rows, hidden]."""
-    rows, ranks, hidden = out.shape
-    cpu_y = mailbox + layout.y if layout is not None else y
-    _combine[(triton.cdiv(hidden, SUMS), rows)](
-        out, weights, decision.gpu_parts, decision.counts, cpu_y, y, hidden,
-        RANKS=ranks, WITH_CPU=layout is not None, COPY=SUMS, num_warps=2,
+    sums, (rows, ranks, hidden) = Sums(out, weights, decision, whole, mailbox, layout), out.shape
+    launch(
+        _combine, (triton.cdiv(hidden, SUMS), rows),
+        out, weights, decision.gpu_parts, decision.counts, sums.cpu_y, y, hidden,
+        RANKS=ranks, WHOLE=whole, WITH_CPU=layout is not None, COPY=SUMS, num_warps=2, early=layout is None,
     )  # fmt: skip
 
 
@@ -368,6 +423,8 @@ def _publish(
     x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
     PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
+    begin()
+    wait()
     program = tl.program_id(0)
     if tl.load(counts + 1) > 0:
         at = program * COPY + tl.arange(0, COPY)
@@ -398,7 +455,8 @@ def publish(
     ``arrivals`` int32 [1]: zero between calls."""
     rows, pairs = x.shape[0], decision.slot.numel()
     offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
-    _publish[(triton.cdiv(x.numel(), COPY),)](
+    launch(
+        _publish, (triton.cdiv(x.numel(), COPY),),
         x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
         x.numel(), pairs, rows << 32 | (layer + 1), PAIRS=triton.next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda,
         num_warps=4,
@@ -407,9 +465,11 @@ def publish(
 
 @triton.jit
 def _arrive(to_arrived):
+    begin()
+    wait()
     tl.store(to_arrived.to(tl.pointer_type(tl.int64)), 1)
 
 
 def arrive(mailbox: int, layout: Mailbox) -> None:
     """Tell the CPU that the device is done with its part of the layer."""
-    _arrive[(1,)](mailbox + layout.arrived, num_warps=1)
+    launch(_arrive, (1,), mailbox + layout.arrived, num_warps=1)

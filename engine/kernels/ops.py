@@ -6,15 +6,16 @@ can be captured into a CUDA graph. Importing this module imports Triton: only th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from engine.kernels import attention, linear, pointwise, recurrent
+from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.layers.composed import Composed
-from engine.layers.ops import Batch
+from engine.layers.ops import Batch, Norm
 from engine.layers.rope_table import rope_table
 
 
@@ -26,6 +27,14 @@ class DeviceExperts(Protocol):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         """As ``Ops.experts``; ``layer`` is what ``pack`` gave. Rows whose ids are -1 give zero."""
+
+
+@runtime_checkable
+class Summable(Protocol):
+    """Experts that can leave their last step, the sum over a row's experts, to who adds to it anyway."""
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
+        """As ``run``, but for the sum. None: not for so many rows."""
 
 
 class DeviceOps(Composed):
@@ -91,3 +100,74 @@ class DeviceOps(Composed):
 
     def copy_state(self, state: Tensor, source: int, target: int) -> None:
         state[target] = state[source]
+
+    # ── compositions: for the rows of a decode step in one kernel ───────────────────────────────────────────────────
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if x.shape[0] > linear.ROWS:
+            return super().norm_linear(x, norm, weight, bias)
+        normed = torch.empty_like(x)
+        return linear.linear(x, weight, bias, kind=linear.NORM, norm=norm, normed=normed), normed
+
+    def norm_linear_conv(
+        self, x: Tensor, norm: Norm, weight: DeviceWeight, conv: Tensor, state: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape[0] > linear.ROWS:
+            return super().norm_linear_conv(x, norm, weight, conv, state, batch)
+        through = linear.Conv(conv, state, batch, x.new_empty(x.shape[0], conv.shape[0]))
+        out = linear.linear(x, weight, kind=linear.NORM, norm=norm, conv=through)
+        return through.out, out[:, conv.shape[0] :]
+
+    def gated_delta_net(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor,
+        state: Tensor, batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        if q.shape[0] > linear.ROWS:
+            return super().gated_delta_net(q, k, v, a, b, a_log, dt_bias, state, batch)
+        return recurrent.gated_delta_net(q, k, v, a, b, a_log, dt_bias, state, batch)
+
+    def qk_norm_rope(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
+        k_pages: Tensor, v_pages: Tensor, batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        return attention.qk_norm_rope(q, k, v, norms, table, k_pages, v_pages, batch)
+
+    def add_linear(self, base: Tensor, x: Tensor, weight: DeviceWeight) -> Tensor:
+        if x.shape[0] > linear.ROWS:
+            return super().add_linear(base, x, weight)
+        return linear.linear(x, weight, base=base)
+
+    def add_sigmoid_linear(self, base: Tensor, x: Tensor, gate: Tensor, weight: DeviceWeight) -> Tensor:
+        if x.shape[0] > linear.ROWS:
+            return super().add_sigmoid_linear(base, x, gate, weight)
+        return linear.linear(x, weight, kind=linear.SIGMOID, gate=gate, base=base)
+
+    def add_gated_norm_linear(
+        self, base: Tensor, x: Tensor, gate: Tensor, norm: Norm, weight: DeviceWeight
+    ) -> Tensor:  # fmt: skip
+        if x.shape[0] > linear.ROWS:
+            return super().add_gated_norm_linear(base, x, gate, norm, weight)
+        if not linear.takes_heads(weight, x.shape[2]):
+            return self.add_linear(base, self.gated_rms_norm(x, gate, norm.weight, norm.eps).flatten(1), weight)
+        return linear.linear(x, weight, kind=linear.GATED_NORM, gate=gate, norm=norm, base=base)
+
+    def add_silu_linear(self, base: Tensor, gate_up: Tensor, weight: DeviceWeight) -> Tensor:
+        if gate_up.shape[0] > linear.ROWS:
+            return super().add_silu_linear(base, gate_up, weight)
+        gate, up = gate_up.chunk(2, dim=1)
+        return linear.linear(up, weight, kind=linear.SILU, gate=gate, base=base)
+
+    def add_shared_experts(
+        self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
+        gate_up: Tensor, gate: Tensor, down: DeviceWeight,
+    ) -> Tensor:  # fmt: skip
+        sums = None
+        if 0 < x.shape[0] <= linear.ROWS and isinstance(self._experts, Summable):
+            sums = self._experts.sums(x, ids, weights, experts)
+        if sums is None:
+            return super().add_shared_experts(base, x, ids, weights, experts, gate_up, gate, down)
+        halves = gate_up.chunk(2, dim=1)
+        shared = linear.Shared(sums, gate)
+        return linear.linear(halves[1], down, kind=linear.SILU, gate=halves[0], base=base, shared=shared)

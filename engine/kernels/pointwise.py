@@ -39,13 +39,13 @@ def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset:
     if x.numel():
         launch(
             _rms_norm, (x.numel() // dim,),
-            x, other, weight, out, x.shape[1] if x.dim() == 3 else 1, dim, *_strides(x), *_strides(other), eps, offset,
+            x, other, weight, out, x.shape[1] if x.dim() == 3 else 1, dim, *strides(x), *strides(other), eps, offset,
             GATED=gate is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
     return out
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
+def strides(x: Tensor) -> tuple[int, int]:
     """Of rows and of heads; x [rows, dim] has one head."""
     return x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
@@ -87,7 +87,7 @@ def _gate(x: Tensor, gate: Tensor, base: Tensor | None = None, silu: bool = Fals
     if out.numel():
         launch(
             _gated, (rows, triton.cdiv(width, block)),
-            x, gate, x if base is None else base, out, width, dim, x.stride(0), *_strides(gate),
+            x, gate, x if base is None else base, out, width, dim, x.stride(0), *strides(gate),
             x.stride(0) if base is None else base.stride(0),
             WIDE=gate.shape == x.shape, SILU=silu, ADDED=base is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.experts.layout import ExpertFormat, Layout
 from engine.experts.residency import Decision
 from engine.kernels import experts as kernels
+from engine.kernels.experts import Sums
 
 if TYPE_CHECKING:
     from engine.experts.pool import Pool
@@ -48,13 +49,17 @@ class ResidentExperts:
         return len(self._layers) - 1
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        layout, slots = self._layers[layer]
-        parts = (ids >= 0).to(torch.int32) * layout.parts
-        decision = Decision(slot=ids, gpu_parts=parts, plan=ids, fetch=ids, counts=ids)  # nothing to fetch, no CPU
-        inner, out = x.new_empty(*ids.shape, layout.inner), x.new_empty(*ids.shape, layout.hidden)
-        y = torch.empty_like(x)
+        y, sums = torch.empty_like(x), self.sums(x, ids, weights, layer)
         if x.shape[0]:
-            kernels.gate_up(x, slots, decision, layout, inner)
-            kernels.down(inner, slots, decision, layout, out)
-            kernels.combine(out, weights, decision, y)
+            kernels.combine(sums.out, weights, sums.decision, y, whole=True)
         return y
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
+        """All of ``run`` but the sum."""
+        layout, slots = self._layers[layer]
+        decision = Decision(slot=ids, gpu_parts=ids, plan=ids, fetch=ids, counts=ids)  # nothing to fetch, no CPU
+        inner, out = x.new_empty(*ids.shape, layout.inner), x.new_empty(*ids.shape, layout.hidden)
+        if x.shape[0]:
+            kernels.gate_up(x, slots, decision, layout, inner, whole=True)
+            kernels.down(inner, slots, decision, layout, out, whole=True)
+        return Sums(out, weights, decision, whole=True)

@@ -1,0 +1,200 @@
+"""Compositions in one kernel: each against its torch twin, in the interpreter; and how many kernels a layer takes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from dataclasses import fields
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.bench_shapes import RandomSource, qwen36
+from engine.experts.layout import FORMATS, Layout
+from engine.kernels import attention, experts, linear, pointwise, recurrent
+from engine.kernels.ops import DeviceOps
+from engine.kernels.resident import ResidentExperts
+from engine.layers.loader import Loader
+from engine.layers.ops import CPU, Batch, Norm, Ops
+from engine.layers.reference import ReferenceOps
+from engine.models.qwen3_5_moe import Qwen35Moe
+from engine.runner import make_cache
+from tests.gpu.test_device_ops import DEVICE, Draws, compare, make_batch
+
+MODULES = (attention, experts, linear, pointwise, recurrent)
+LAYOUT = Layout(FORMATS["int8"], 64, 32)
+
+
+@pytest.fixture(params=[linear.SMALL, 0], ids=["direct", "stream"])
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SMALL", request.param)
+
+
+@pytest.mark.usefixtures("tiling")
+@pytest.mark.parametrize("inner", [200, 300])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_norm_linear(rows: int, inner: int) -> None:
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(inner)
+        x, norm, packed = draw(rows, inner, scale=9), Norm(draw(inner), 1e-6, 1.0), ops.pack(draw(38, inner))
+        return (*ops.norm_linear(x, norm, packed, draw(38)), *ops.norm_linear(x, norm, packed))
+
+    compare(run)
+
+
+@pytest.mark.usefixtures("tiling")
+@pytest.mark.parametrize("segments", [[(1, 9, 3)], [(1, 5, 0), (0, 3, 5), (1, 70, 1), (3, 3, 2)]])
+def test_norm_linear_conv(segments: list[tuple[int, int, int]]) -> None:
+    batch = make_batch(segments, [(len(segments) - 1, 1, 4)])
+
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw, rows = Draws(3), batch.positions.shape[0]
+        x, norm, packed, state = draw(rows, 300), Norm(draw(300), 1e-6), ops.pack(draw(90, 300)), draw(9, 66, 3)
+        return (*ops.norm_linear_conv(x, norm, packed, draw(66, 4), state, batch), state)
+
+    compare(run)
+
+
+@pytest.mark.usefixtures("tiling")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gated_inputs_added_to_a_residual(rows: int) -> None:
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(rows)
+        x, wide, base, norm = draw(rows, 3, 128), draw(rows, 500, scale=9), draw(rows, 38), Norm(draw(128), 1e-6)
+        gate, packed = wide[:, 100:484].view(rows, 3, 128), ops.pack(draw(38, 384))
+        return (
+            ops.add_linear(base, x.view(rows, -1), packed),
+            ops.add_sigmoid_linear(base, x, gate, packed),
+            ops.add_gated_norm_linear(base, x, gate, norm, packed),
+            ops.add_silu_linear(base, wide[:, :256], ops.pack(draw(38, 128))),
+        )
+
+    compare(run)
+
+
+def test_gated_delta_net() -> None:
+    batch = make_batch([(3, 5, 0), (1, 70, 1)], [(0, 2, 2)])
+
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(1)
+        k, v, gates, state = draw(4, 2, 12), draw(4, 4, 40), draw(4, 9, scale=3), draw(3, 4, 12, 40)
+        q, a, b = k.flip(0), gates[:, :4], gates[:, 5:9]
+        return ops.gated_delta_net(q, k, v, a, b, draw(4), draw(4), state, batch), state
+
+    compare(run)
+
+
+def test_qk_norm_rope() -> None:
+    batch = make_batch([(3, 62, 0), (1, 5, 1)], padding=1)
+
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(2)
+        wide, k_pages, v_pages, norms = draw(5, 200), draw(4, 64, 2, 20), draw(4, 64, 2, 20), (draw(20), draw(20))
+        q, k, v = wide[:, :120].view(5, 3, 40)[:, :, :20], wide[:, 120:160].view(5, 2, 20), wide[:, 160:].view(5, 2, 20)
+        both = Norm(norms[0], 1e-6, 1.0), Norm(norms[1], 1e-5)
+        out = ops.qk_norm_rope(q, k, v, both, ops.rope_table(100, 6, 1e4), k_pages, v_pages, batch)
+        return out, k_pages, v_pages
+
+    compare(run)
+
+
+def with_experts(ops: Ops, draw: Draws) -> tuple[Ops, object]:
+    """Weights that the format holds exactly."""
+    blob, held = torch.empty(LAYOUT.nbytes, dtype=torch.uint8), []
+    for _ in range(5):
+        LAYOUT.encode(draw(64, 64) * 0.1, draw(64, 32) * 0.1, blob)
+        held.append(LAYOUT.decode(blob))
+    if not isinstance(ops, ReferenceOps):
+        ops = DeviceOps(ResidentExperts(LAYOUT.format, CPU), CPU)
+    return ops, ops.pack_experts(*(torch.stack(each) for each in zip(*held, strict=True)))
+
+
+@pytest.mark.usefixtures("tiling")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_shared_experts(rows: int) -> None:
+    def run(ops: Ops) -> tuple[Tensor, ...]:
+        draw = Draws(rows)
+        ops, packed = with_experts(ops, draw)
+        x, wide, down = draw(rows, 64), draw(rows, 100), ops.pack(draw(64, 32))
+        ids, weights = draw(rows, 5).argsort(dim=1)[:, :2].int().contiguous(), draw(rows, 2)
+        gate_up, gate = wide[:, 3:67], wide[:, 99:]
+        return (
+            ops.add_shared_experts(draw(rows, 64), x, ids, weights, packed, gate_up, gate, down),
+            ops.add_experts(x, x, ids, weights, packed),
+        )
+
+    compare(run)
+
+
+@pytest.mark.usefixtures("tiling")
+def test_a_row_is_the_same_in_any_company() -> None:
+    draw = Draws(0)
+    x, wide, norm, head_norm = draw(5, 384), draw(5, 384), Norm(draw(384), 1e-6), Norm(draw(128), 1e-6)
+    packed = DEVICE.pack(draw(38, 384))
+
+    def run(rows: slice) -> list[Tensor]:
+        heads, gate, base = x[rows].view(-1, 3, 128), wide[rows].view(-1, 3, 128), wide[rows, :38].contiguous()
+        return [
+            *DEVICE.norm_linear(x[rows], norm, packed),
+            DEVICE.add_sigmoid_linear(base, heads, gate, packed),
+            DEVICE.add_gated_norm_linear(base, heads, gate, head_norm, packed),
+        ]
+
+    together = run(slice(5))
+    for rows in (slice(0, 1), slice(2, 5)):
+        assert all(torch.equal(part, whole[rows]) for part, whole in zip(run(rows), together, strict=True))
+
+
+def kernels(module: ModuleType) -> list[ast.FunctionDef]:
+    """What the module launches."""
+    tree = ast.parse(inspect.getsource(module))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch"]
+    names = {ast.unparse(call.args[0]) for call in calls}
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_before_they_wait_kernels_touch_nothing_but_weights(module: ModuleType) -> None:
+    assert kernels(module)
+    for kernel in kernels(module):
+        lines = [ast.unparse(statement) for statement in kernel.body]
+        first, place = lines[0], lines.index("wait()")
+        assert first == "begin()", kernel.name
+        early = [line for line in lines[:place] if "tl.load" in line or "tl.store" in line or "atomic" in line]
+        assert all(line.startswith("tile = tl.load(weight +") for line in early), kernel.name
+
+
+class Sizes(RandomSource):
+    """Weights that are nowhere."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.bfloat16
+
+    def _normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Somewhere(ResidentExperts):
+    def pack(self, gate_up: Tensor, down: Tensor) -> int:
+        layout = Layout(self._format, down.shape[1], down.shape[2])
+        self._layers.append((layout, torch.empty(down.shape[0], layout.nbytes, dtype=torch.uint8, device="meta")))
+        return len(self._layers) - 1
+
+
+def test_a_decode_step_is_so_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight for a layer of Gated DeltaNet, ten for one of attention, one for the head: each costs about a microsecond
+    besides its work."""
+    meta, names = torch.device("meta"), Counter[str]()
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.update([kernel.__name__]))
+    ops = DeviceOps(Somewhere(FORMATS["mxfp4"], meta), meta)
+    model = Qwen35Moe(qwen36(4), Loader(Sizes(), ops, meta), PAGE, lambda *_: None)
+    cache = make_cache(model.manifest, torch.bfloat16, 4, 4, meta)
+    batch = make_batch([(1, 70, 1), (1, 9, 2)])
+    moved = {field.name: getattr(batch, field.name).to(meta) for field in fields(batch)}
+    model.forward(Batch(**moved | {"logit_rows": torch.empty(2, dtype=torch.int64, device=meta)}), cache)
+    assert names.total() == 3 * 8 + 10 + 1, names
