@@ -26,8 +26,9 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.split import Split
+from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
-from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.ops import DeviceExperts, DeviceOps, Summable
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -55,6 +56,9 @@ class Experts:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return self.now.run(x, ids, weights, layer)
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
+        return self.now.sums(x, ids, weights, layer) if isinstance(self.now, Summable) else None
 
 
 class ForcedOps(DeviceOps):

@@ -22,7 +22,8 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.split import Split
-from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.experts import Sums
+from engine.kernels.ops import DeviceExperts, DeviceOps, Summable
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -284,6 +285,9 @@ class _Filled:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         return self._experts.run(x, ids, weights, layer)
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
+        return self._experts.sums(x, ids, weights, layer) if isinstance(self._experts, Summable) else None
 
 
 PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "step": step}
