@@ -28,7 +28,7 @@ from engine.experts.pool import Pool
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
-from engine.kernels.ops import DeviceExperts, DeviceOps, Summable
+from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -58,7 +58,7 @@ class Experts:
         return self.now.run(x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-        return self.now.sums(x, ids, weights, layer) if isinstance(self.now, Summable) else None
+        return sums_of(self.now, x, ids, weights, layer)
 
 
 class ForcedOps(DeviceOps):

@@ -23,7 +23,7 @@ from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
-from engine.kernels.ops import DeviceExperts, DeviceOps, Summable
+from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -287,7 +287,7 @@ class _Filled:
         return self._experts.run(x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
-        return self._experts.sums(x, ids, weights, layer) if isinstance(self._experts, Summable) else None
+        return sums_of(self._experts, x, ids, weights, layer)
 
 
 PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "step": step}

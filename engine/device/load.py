@@ -18,7 +18,8 @@ from engine.experts.executor import Executor
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.split import Split
-from engine.kernels.ops import DeviceExperts, DeviceOps
+from engine.kernels.experts import Sums
+from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.model import Progress
@@ -46,6 +47,9 @@ class _Filling:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return self.then.run(x, ids, weights, layer)
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
+        return sums_of(self.then, x, ids, weights, layer)
 
 
 def load_runner(

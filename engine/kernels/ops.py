@@ -37,6 +37,10 @@ class Summable(Protocol):
         """As ``run``, but for the sum. None: not for so many rows."""
 
 
+def sums_of(experts: DeviceExperts, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
+    return experts.sums(x, ids, weights, layer) if isinstance(experts, Summable) else None
+
+
 class DeviceOps(Composed):
     """Implements ``engine.layers.ops.Ops`` for tensors on ``device``; shapes and meanings are documented there.
 
@@ -163,9 +167,7 @@ class DeviceOps(Composed):
         self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
         gate_up: Tensor, gate: Tensor, down: DeviceWeight,
     ) -> Tensor:  # fmt: skip
-        sums = None
-        if 0 < x.shape[0] <= linear.ROWS and isinstance(self._experts, Summable):
-            sums = self._experts.sums(x, ids, weights, experts)
+        sums = sums_of(self._experts, x, ids, weights, experts) if 0 < x.shape[0] <= linear.ROWS else None
         if sums is None:
             return super().add_shared_experts(base, x, ids, weights, experts, gate_up, gate, down)
         halves = gate_up.chunk(2, dim=1)
