@@ -29,7 +29,7 @@ from engine.kernels.launch import Switch
 from engine.kernels.linear import DeviceWeight
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
-from engine.kernels.timing import GPU, read_bandwidth
+from engine.kernels.timing import GPU, elapsed, read_bandwidth
 from engine.layers.composed import Composed
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -124,17 +124,14 @@ class Step:
 
     def microseconds(self) -> float:
         """Of a step, as graph replays one after another."""
-        steps, times = self.steps(_few), []
+        steps = self.steps(_few)
         steps.run(self.parts(0))
-        for _ in range(3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+
+        def replays() -> None:
             for number in range(_REPLAYS):
                 steps.launch(self.parts(number))
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / _REPLAYS)
-        return median(times)
+
+        return median(elapsed(replays) for _ in range(3)) / _REPLAYS
 
     def kernels(self) -> str:
         """What a step spends its time on, by kernel; early ones include what they wait for."""

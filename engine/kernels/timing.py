@@ -64,6 +64,16 @@ class Timing:
     spread: float
 
 
+def elapsed(work: Callable[[], object]) -> float:
+    """Microseconds that the device takes for what is put on its stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
 def measure(sets: Sequence[Callable[[], object]], samples: int = 7) -> Timing:
     """One call, as one of many in a captured graph that goes through the sets in turn."""
     calls = list(itertools.islice(itertools.cycle(sets), max(len(sets), 20)))
@@ -77,14 +87,7 @@ def measure(sets: Sequence[Callable[[], object]], samples: int = 7) -> Timing:
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    times = [elapsed(graph.replay) / len(calls) for _ in range(samples)]
     return Timing(statistics.median(times), max(times) - min(times))
 
 
