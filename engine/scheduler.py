@@ -62,7 +62,7 @@ class Scheduler:
     ) -> None:
         self.info: ModelInfo = engine.info
         self.memory = engine.memory
-        self._runner = engine.runner
+        self.runner = engine.runner
         self._grid = engine.runner.model.manifest.grid
         self._config = config
         self._observer = observer
@@ -140,11 +140,11 @@ class Scheduler:
         if store is not None:
             self.memory.behind.finish(timeout)
             store.close()
-        self._runner.close()
+        self.runner.close()
 
     def stats(self) -> Stats:
         """Gauges of now and counters since the start; sizes in bytes."""
-        manifest, gauges, store = self._runner.model.manifest, self.memory.gauges(), self.memory.behind.store
+        manifest, gauges, store = self.runner.model.manifest, self.memory.gauges(), self.memory.behind.store
         return Stats(
             {
                 "running": float(len(self._running)),
@@ -152,10 +152,10 @@ class Scheduler:
                 "waiting": float(len(self._waiting)),
                 "store_unavailable": float(store is None and self._config.store is not None),
                 **gauges,
-                "page_bytes": float(manifest.page_bytes(self._runner.dtype)),
+                "page_bytes": float(manifest.page_bytes(self.runner.dtype)),
                 "checkpoint_slot_bytes": float(manifest.slot_bytes),
                 "peak_resident_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                **self._runner.gauges(),
+                **self.runner.gauges(),
                 **{name: float(count) for name, count in self._counts.items()},
                 **{f"store_{name}": value for name, value in ({} if store is None else store.stats()).items()},
             }
@@ -308,7 +308,7 @@ class Scheduler:
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         start = time.perf_counter()
-        scored = iter(self._runner.score(parts))
+        scored = iter(self.runner.score(parts))
         self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start)
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
@@ -345,7 +345,7 @@ class Scheduler:
         wait = self.memory.overlap(lease)
         taken = self._take_snapshots(sequence, count)
         try:
-            scored = self._runner.score([sequence.rows(count, taken)], wait)
+            scored = self.runner.score([sequence.rows(count, taken)], wait)
         except RestoreFailed:
             for _, slot, _ in taken:
                 self.memory.give_back(slot)

@@ -57,6 +57,9 @@ PARTS = {
         ("engine.device.check_offload", "step", "{library}"),
         180,
     ),
+    "serve": Part(
+        "the scheduler over offloaded experts, against the CPU's", ("engine.device.check_serve", "{library}"), 180
+    ),
     "bandwidth": Part("what the machine can do", ("engine.bench_bandwidth", "--library", "{library}"), 180),
 }  # fmt: skip
 

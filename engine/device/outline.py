@@ -36,7 +36,7 @@ class Outline:
 def outline(directory: Path, dtype: Any, architecture: Architecture, context: int) -> Outline:
     """Raises CheckpointError."""
     source = _Unread(directory, dtype)
-    ops = _Counting()
+    ops = Counting()
     model = architecture.build(Loader(source, cast(Ops, ops), _META), context, lambda *_: None)
     experts, hidden, inner = next(iter(ops.shapes), (0, 0, 0))
     return Outline(
@@ -68,7 +68,7 @@ class _Unread(Source):
         return tensor
 
 
-class _Counting:
+class Counting:
     """In place of operations while a model is loaded: takes all weights, and keeps none."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,16 @@ class DeviceRunner(Runner):
             self._experts.after_step()
         self._learns = decodes
         return best_of(reduced, wanted, self.model.vocab_size, lambda row: self._fetch(logits, row))
+
+    def replay_seconds(self, count: int = 64) -> float:
+        """Of a step of one sequence, when the next is launched while it runs. For measuring: what sequences have on the
+        device may be lost."""
+        idle = [Rows((0,), 0, (_WARM_UP[0],), _WARM_UP[1], logits=True)]
+        start = time.perf_counter()
+        for _ in range(count):
+            self._steps.launch(idle)
+        self._steps.wait(1)
+        return (time.perf_counter() - start) / count
 
     def gauges(self) -> dict[str, float]:
         """``experts_*`` count parts of experts since the start. ``layers_*``: what the layers' misses are split into

@@ -32,7 +32,7 @@ def expected(directory: Path, tokens: list[int], steps: int) -> tuple[torch.Tens
 
 def all_logits(bench: Bench, tokens: list[int]) -> torch.Tensor:
     """Our logits of every position, by feeding one token after another."""
-    runner = bench.scheduler._runner
+    runner = bench.scheduler.runner
     table = list(range(-(-len(tokens) // 64)))
     runner.mover.copy_state(0, 1)
     rows = [runner.forward([Rows([token], at, table, 1, logits=True)]) for at, token in enumerate(tokens)]

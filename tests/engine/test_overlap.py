@@ -366,7 +366,7 @@ def test_the_rates_seen_decide(tiny: Callable[..., Path], monkeypatch: pytest.Mo
 def test_a_model_that_does_not_wait_is_found_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     store, tokens, _ = slow(tiny("qwen3_moe"))
     bench = Bench(tiny("qwen3_moe"), store)
-    runner = bench.scheduler._runner
+    runner = bench.scheduler.runner
     forward = runner.forward
     monkeypatch.setattr(runner, "forward", lambda parts, wait=None: forward(parts))
     bench.submit(tokens, SHORT, session="s")
