@@ -92,6 +92,12 @@ class WriteBehind:
             self._page(node, data)
         self._late.update(dict.fromkeys(fresh[len(staged) :]))
 
+    def forget(self, session: str | None, checkpoints: Iterable[Checkpoint]) -> None:
+        """These are of a session that is to be forgotten, or of all; what it left in host memory is dropped."""
+        self.cancel(checkpoints)
+        if self._host is not None:
+            self._host.drop(session)
+
     def leave(self, node: Node) -> None:
         """A page is about to leave the device, with the checkpoints on it."""
         self._late.pop(node, None)

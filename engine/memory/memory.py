@@ -395,7 +395,7 @@ class Memory:
         """Drop what is on the device and of no running sequence: all of it, or a session's checkpoints and pages and,
         on a recurrent model, all pages that nothing can be resumed from without them."""
         forgotten = [one for one in self.checkpoints.all if session in (None, one.session)]
-        self.behind.cancel(forgotten)
+        self.behind.forget(session, forgotten)
         if session is None:
             self.index.clear()
             self.history = History(HISTORY)

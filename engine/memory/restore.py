@@ -265,11 +265,11 @@ class Restore:
 
     def _go_on(self) -> None:
         """Wait for something that brings this forward."""
+        self._ask()
         if self._pending:
             self._take()
         elif not self.give_room() and not any([one.give_room() for one in self._others() if one is not self]):
             raise RuntimeError("there is no room to read into, though nothing is being read")
-        self._ask()
 
     def _end(self) -> None:
         if self._held:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import engine_support
+import pytest
 import torch
 from torch import Tensor
 
@@ -131,3 +133,16 @@ class Device:
             assert free[1] + states in (0, self.state_blocks)
             assert len(room.ring) == len(staging._ring) == 0 and len(room._spare) == 64
             assert tier._bytes == sum(one.size for one in held)
+
+
+@pytest.fixture(autouse=True, name="device")
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Every engine that a test loads has its pages there."""
+    made, load = Device(seed=len(request.node.name)), engine_support.load_engine
+    monkeypatch.setattr("engine.runner.InPlace", lambda cache, ops: made.mover(cache))
+    monkeypatch.setattr(
+        engine_support, "load_engine",
+        lambda config, progress, store, *more: load(config, progress, lambda *it: made.tier(store(*it)), *more),
+    )  # fmt: skip
+    yield made
+    made.check()

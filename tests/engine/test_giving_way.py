@@ -12,8 +12,8 @@ from engine_support import check_memory, prompt
 from engine.memory.index import Node, PageIndex
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
-from engine.memory.queue import LeastFirst
 from engine.memory.mover import ALL
+from engine.memory.queue import LeastFirst
 from engine.memory.states import FRESH, LIVE_SESSIONS, Checkpoint, Checkpoints, Want
 from engine.sequence import TIP
 

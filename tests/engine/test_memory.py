@@ -11,8 +11,8 @@ from engine.memory.history import History, Known
 from engine.memory.index import Node
 from engine.memory.keys import common_tokens, encode, page_key, page_keys, root_key
 from engine.memory.memory import Lease, Memory
-from engine.memory.resize import DoesNotFit, resize
 from engine.memory.mover import ALL
+from engine.memory.resize import DoesNotFit, resize
 from engine.memory.states import Want
 from engine.sequence import TIP
 
