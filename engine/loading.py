@@ -135,7 +135,7 @@ def _engine(
         live=config.max_sequences,
         checkpoints=room.checkpoints,
         recurrent=bool(manifest.recurrent),
-        store=store,
+        store=built.runner.tier(store),
         groups=layer_groups(manifest.page_layers, manifest.state_layers),
     )
     info = ModelInfo(

@@ -13,6 +13,7 @@ from engine.inplace import InPlace
 from engine.layers.ops import CPU, Batch, Ops
 from engine.memory.mover import Mover
 from engine.memory.restore import AFTER
+from engine.memory.store import StateStore
 from engine.models.model import Cache, Manifest, Model, Wait, all_there
 from engine.sampling import Row
 
@@ -76,6 +77,10 @@ class Runner:
     def gauges(self) -> dict[str, float]:
         """What it has to tell of itself, by name."""
         return {}
+
+    def tier(self, store: StateStore | None) -> StateStore | None:
+        """Where pages and states go when they give way: to the ``store``, or to what is before it."""
+        return store
 
     def close(self) -> None:
         """Nothing more will be asked of it."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.api import EngineConfig
-from engine.device.driver import DriverError
+from engine.api import EngineConfig, StoreSettings
+from engine.device.driver import Driver, DriverError
+from engine.device.hosted import Hosted
 from engine.device.machine import Machine
 from engine.device.memory import DeviceMemory, allocate
 from engine.device.plan import Plan
@@ -72,6 +73,8 @@ def load_runner(
         memory = allocate(what.manifest, what.dtype, plan.stride, plan.sizes, device)
     except (RuntimeError, MemoryError, ValueError) as error:  # torch has no error of its own for memory
         raise BadConfig(f"the model cannot be loaded: {error}") from error
+    driver = _opened(machine)
+    hosted = _host(config, memory, machine, driver)
     offloaded: OffloadedExperts | None = None
     if plan.mode == "device":
         memory.slots[: len(pool)].copy_(pool.slots)
@@ -79,10 +82,10 @@ def load_runner(
             plan.layout, memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
         )
     else:
-        filling.then = offloaded = _offload(config, plan, pool, memory, machine, progress)
+        filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
     runner = DeviceRunner(
-        model, ops, what.dtype, memory.cache, offloaded, pages=pages, most=min(plan.rows, config.max_sequences),
-        device=device,
+        model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
+        most=min(plan.rows, config.max_sequences), device=device,
     )  # fmt: skip
     runner.prepare(progress)
     _log.info("%s: %s", machine.gpu, plan.told())
@@ -90,7 +93,7 @@ def load_runner(
 
 
 def _offload(
-    config: EngineConfig, plan: Plan, pool: Pool, memory: DeviceMemory, machine: Machine, progress: Progress
+    config: EngineConfig, plan: Plan, pool: Pool, memory: DeviceMemory, driver: Driver, progress: Progress
 ) -> OffloadedExperts:
     progress("pinning experts", 0, 1)
     part = plan.layout.nbytes / plan.layout.parts
@@ -101,18 +104,42 @@ def _offload(
         split.fix(share)
     try:
         executor = Executor(pool, plan.rows, plan.outline.top_k, config.threads, instruction_set=config.instruction_set)
-        experts = OffloadedExperts(pool, executor, machine.driver(), split, memory.slots)
-    except (NativeLibraryError, DriverError) as error:
+        experts = OffloadedExperts(pool, executor, driver, split, memory.slots)
+    except NativeLibraryError as error:
         raise BadConfig(str(error)) from error
     try:
         experts.start(fetches=plan.mode != "cpu")
     except DriverError as error:
         experts.close()
         executor.close()
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "not limited" if soft == resource.RLIM_INFINITY else f"limited to {soft} bytes"
-        raise BadConfig(
-            f"{pool.nbytes} bytes of experts in host memory cannot be pinned for the device ({error}); locked memory "
-            f"is {limit} here (RLIMIT_MEMLOCK, `ulimit -l`): raise that, or choose experts cpu, which pins none of them"
-        ) from error
+        raise _unpinned(pool.nbytes, "experts", "choose experts cpu, which pins none of them", error) from error
     return experts
+
+
+def _opened(machine: Machine) -> Driver:
+    try:
+        return machine.driver()
+    except (NativeLibraryError, DriverError) as error:
+        raise BadConfig(str(error)) from error
+
+
+def _host(config: EngineConfig, memory: DeviceMemory, machine: Machine, driver: Driver) -> Hosted | None:
+    """None where the processor can address what is on the device."""
+    if machine.lanes is None:
+        return None
+    nbytes = StoreSettings("").host_bytes if config.store is None else config.store.host_bytes
+    try:
+        return Hosted(memory.cache, machine.lanes(), driver, nbytes, machine.device)
+    except ValueError as error:
+        raise BadConfig(f"the host cache cannot be had: {error}; see --host-cache") from error
+    except DriverError as error:
+        raise _unpinned(nbytes, "host cache", "lower it (--host-cache)", error) from error
+
+
+def _unpinned(nbytes: int, what: str, instead: str, error: DriverError) -> BadConfig:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "not limited" if soft == resource.RLIM_INFINITY else f"limited to {soft} bytes"
+    return BadConfig(
+        f"{nbytes} bytes of host memory ({what}) cannot be pinned for the device ({error}); locked memory is {limit} "
+        f"here (RLIMIT_MEMLOCK, `ulimit -l`): raise that, or {instead}"
+    )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.device.driver import CudaDriver, Driver
+from engine.device.staging import Lanes
 from engine.native.library import find_library, load_library
 from engine.weights.errors import BadConfig
 
@@ -19,13 +20,15 @@ MARGIN = 1 << 30
 @dataclass(frozen=True)
 class Machine:
     """``kind``: what computes, as far as results depend on it. ``gpu``: its name, as a bandwidth profile has it.
-    ``free``: bytes of its memory nobody has. ``driver`` opens the driver; raises DriverError and NativeLibraryError."""
+    ``free``: bytes of its memory nobody has. ``driver`` opens the driver; raises DriverError and NativeLibraryError.
+    ``lanes``: beside what is computed; None where the processor can address the device's memory."""
 
     device: torch.device
     kind: str
     gpu: str
     free: int
     driver: Callable[[], Driver]
+    lanes: Callable[[], Lanes] | None = None
 
 
 def find_machine() -> Machine:
@@ -38,8 +41,15 @@ def find_machine() -> Machine:
     torch.zeros(1, device=device)  # makes the context that the driver needs, and that takes memory
     free, _ = torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)
-    return Machine(device, f"sm_{major}{minor}", torch.cuda.get_device_name(device), free, _cuda_driver)
+    kind, name = f"sm_{major}{minor}", torch.cuda.get_device_name(device)
+    return Machine(device, kind, name, free, _cuda_driver, lambda: _cuda_lanes(device))
 
 
 def _cuda_driver() -> Driver:
     return CudaDriver(load_library(find_library()))
+
+
+def _cuda_lanes(device: torch.device) -> Lanes:
+    from engine.device.lanes import CudaLanes  # Triton
+
+    return CudaLanes(device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.api import EngineConfig
 from engine.bandwidth_profile import Profile, ProfileError, default_profile, machine_name
 from engine.device.auto import Load, Mode, Rates, choose
+from engine.device.hosted import GATHERED
 from engine.device.machine import MARGIN, Machine
 from engine.device.memory import Sizes
 from engine.device.outline import Outline
@@ -73,7 +74,8 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
     if config.gpu_bytes > machine.free:
         raise BadConfig(f"gpu_bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
     budget = config.gpu_bytes or machine.free - MARGIN
-    fixed = what.dense + pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
+    kept = pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
+    fixed = what.dense + kept + (GATHERED if machine.lanes else 0)
     slots = (budget - fixed) // stride - 1
     if slots < 1:
         raise BadConfig(

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.device.graph import DecodeSteps
+from engine.device.hosted import Hosted
 from engine.device.reduce import best_of, reduce
 from engine.experts.offload import OffloadedExperts
 from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE
 from engine.layers.ops import Ops
+from engine.memory.store import StateStore
 from engine.models.model import Cache, Model, Progress, Wait, all_there
 from engine.runner import Rows, Runner
 from engine.sampling import Logits, Row
@@ -24,7 +26,8 @@ _WARM_UP = 0, 1
 class DeviceRunner(Runner):
     """A step of one token for each of up to ``most`` sequences is a graph; any other runs at once.
 
-    ``pages``: of the longest sequence. ``experts``: those that are not all on the device, if any. A step whose experts
+    ``pages``: of the longest sequence. ``experts``: those that are not all on the device, if any. ``hosted``: where
+    what leaves the device is kept, unless the processor addresses it there. A step whose experts
     the CPU did not compute raises ExecutorError, and nothing of it can be used.
     """
 
@@ -35,12 +38,14 @@ class DeviceRunner(Runner):
         dtype: torch.dtype,
         cache: Cache,
         experts: OffloadedExperts | None,
+        hosted: Hosted | None,
         *,
         pages: int,
         most: int,
         device: torch.device,
     ) -> None:
-        super().__init__(model, ops, dtype, cache=cache, device=device)
+        super().__init__(model, ops, dtype, cache=cache, mover=hosted.staging if hosted else None, device=device)
+        self._hosted = hosted
         self._experts, self._pages, self._most = experts, pages, most
         self._steps = DecodeSteps(model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device)
         self._fetched_rows = self._graphs = 0
@@ -98,7 +103,14 @@ class DeviceRunner(Runner):
             "layers_split": float(len(shares) - only_link - only_cpu),
         }
 
+    def tier(self, store: StateStore | None) -> StateStore | None:
+        return store if self._hosted is None else self._hosted.tier(store)
+
     def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._hosted is not None:
+            self._hosted.close()
         if self._experts is not None:
             self._experts.close()
             self._experts.executor.close()

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from device_double import LateLanes
 from device_support import bench, machine, round_experts, use_twins
 from engine_support import GREEDY, Bench, Outcome, Sampling, prompt, replace
 
-from engine.api import EngineConfig, Failed, Request
+from engine.api import EngineConfig, Failed, Request, StoreSettings
 from engine.checkpoint import write_tiny
 from engine.device.driver import DriverError
 from engine.device.fake import FakeDriver
@@ -234,3 +235,20 @@ def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixt
     with bench(model("qwen3_moe"), device="auto") as made:
         assert len(made.ask(prompt(1, 5)).tokens) == 8
     assert "serving from the CPU: torch finds no NVIDIA GPU" in caplog.text
+
+
+def test_what_leaves_the_device_is_kept_in_host_memory(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.device.hosted.RING", 1 << 20)
+    here, directory = replace(machine(), lanes=partial(LateLanes, 1, 0.3)), model("qwen3_moe")
+    room = {"max_sequences": 1, "kv_bytes": 4 << 17, "checkpoint_bytes": 0}
+    device = {"device": "cuda", "experts": "device", "expert_format": "int8", "machine": here}
+    with bench(directory, **room) as on_cpu, bench(directory, **room, **device) as made:
+        for turn in range(2):
+            for seed in (1, 2):
+                outcome = made.ask(prompt(seed, 140))
+                assert outcome.tokens == on_cpu.ask(prompt(seed, 140)).tokens
+                assert outcome.reuse.resumed == 139 * turn and (outcome.reuse.host > 0) == bool(turn)
+    with pytest.raises(BadConfig, match=r"no room for a page and a state.*--host-cache"):
+        Bench(directory, store_settings=StoreSettings("unused", host_bytes=1 << 20), **room, **device)
