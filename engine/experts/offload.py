@@ -16,12 +16,16 @@ from engine.device.driver import Driver
 from engine.device.watchdog import PATIENCE, Watchdog
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
+from engine.experts.prefill import Prefill
 from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels.experts import Sums
 from engine.kernels.resolve import resolve
+
+DECODED = 16
+"""Rows at most that one decision is made for; more are prefill."""
 
 
 class OffloadedExperts:
@@ -49,7 +53,8 @@ class OffloadedExperts:
         self.pool, self.executor, self._driver, self._device = pool, executor, driver, device
         self._split, self._slots = split, slots
         self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots.shape[0] - 1, device)
-        self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(executor.layout.rows)]
+        self._most = min(executor.layout.rows, DECODED, max(1, MOST_PAIRS // ranks))
+        self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(self._most)]
         pinned = device.type == "cuda"
         self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
         self._routed = torch.full((pool.layers, MOST_PAIRS), -1, dtype=torch.int32, pin_memory=pinned)
@@ -57,6 +62,7 @@ class OffloadedExperts:
         self._learnt_from = executor.times, self._work.numpy(), self._routed.numpy()
         self._chooser = Chooser(pool.layers, pool.experts, self.residency.slots)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+        self.prefill = Prefill(pool, executor, driver, split, self.residency, slots, self._arrivals)
         self._mailbox = self._pool = 0
         self._packed = 0
         self._watchdog = Watchdog(executor, patience)
@@ -75,6 +81,7 @@ class OffloadedExperts:
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
         if fetches:
             self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
+            self.prefill.start(self._pool, self._mailbox)
 
     def close(self) -> None:
         """Nothing may be running on the device. Pool and executor stay."""
@@ -86,9 +93,11 @@ class OffloadedExperts:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """As ``Ops.experts``; -1 in ids stands for no expert."""
-        most = self.executor.layout.rows
+        most = self._most
         if x.shape[0] <= most:
             return self._run(x, ids, weights, layer)
+        if self.prefill.possible:
+            return self.prefill.run(x, ids, weights, layer)
         chunks = [slice(start, start + most) for start in range(0, x.shape[0], most)]
         return torch.cat([self._run(x[chunk], ids[chunk], weights[chunk], layer) for chunk in chunks])
 
@@ -99,6 +108,7 @@ class OffloadedExperts:
         else:
             self._split.fix(share)
         self._share()
+        self.prefill.follow()
 
     def report(self) -> None:
         """The last work of a step on the device: tells the host what was done where."""
@@ -107,7 +117,9 @@ class OffloadedExperts:
 
     def after_step(self) -> None:
         """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
+        self.prefill.settle()
         self._watchdog.check()
+        self.prefill.learn()
         self._learnt_from = self.executor.times.copy(), self._work.numpy().copy(), self._routed.numpy().copy()
 
     def learn(self) -> None:
@@ -121,11 +133,12 @@ class OffloadedExperts:
     def resize(self, limit: int) -> None:
         """Use only the first ``limit`` slots, as ``Residency.resize``: in the order of the stream."""
         self.residency.resize(limit)
+        self.prefill.resize(limit)
         self._chooser = Chooser(self.pool.layers, self.pool.experts, limit, self._chooser.policy)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
         """All of ``run`` but the sum; None for rows that are not decided on at once."""
-        return self._sums(x, ids, weights, layer) if x.shape[0] <= self.executor.layout.rows else None
+        return self._sums(x, ids, weights, layer) if x.shape[0] <= self._most else None
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         y, sums = torch.empty_like(x), self._sums(x, ids, weights, layer)
@@ -140,7 +153,8 @@ class OffloadedExperts:
 
         resolve(self.residency, ids, layer, decision)
         kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
-        kernels.fetch(self._pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
+        source = self._pool or self._mailbox  # a pool that is not mapped is not read from
+        kernels.fetch(source, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
         kernels.down(inner, self._slots, decision, layout, out)
         kernels.arrive(self._mailbox, box)

@@ -38,6 +38,12 @@ class Split:
         self._aim()
         self._share = self._target.copy()
         self._fixed: float | None = None
+        self.link_alone = link_ns
+
+    @property
+    def fixed(self) -> float | None:
+        """The share of all layers, if it does not follow what is measured."""
+        return self._fixed
 
     @property
     def share(self) -> npt.NDArray[np.int32]:

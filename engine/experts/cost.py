@@ -1,0 +1,168 @@
+"""What experts of a layer cost in different places, and what is best for so many rows.
+
+A call of few rows needs some experts: those are brought when they are known, with the most rows first, while the CPU
+computes the others. One of many rows needs all: then the next layer's are brought while a layer is computed, before
+they are known. Both bring only what is not on the device, so how much that is changes little of which is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist, median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.experts.executor import Executor
+from engine.experts.layout import Layout
+from engine.experts.split import Split
+from engine.experts.waves import FOUND, LEFT, LINK, ROWS, link_experts
+
+_WEIGHT = 1 / 8
+"""Of the newest measurement."""
+_FARTHEST = 2.0
+"""A measurement that is farther from what was expected counts as this."""
+_MOST = 1 << 30
+_EXCHANGE = 2e4
+_DEVICE_BYTES, _DEVICE_FLOPS = 1e12, 1e14
+"""Per second: of a middling GPU. What there is, is learnt."""
+_REPEATS, _MANY = 5, 16
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """ns. ``link``: an expert over the link. ``cpu``: an expert on the CPU, and ``row`` each of its rows; ``exchange``:
+    to ask the CPU. ``read``: the device reads an expert; ``pair``: it computes one row of one. ``between``: a row in
+    what lies between the experts of two layers. ``spread``: of the experts that equally likely ones would be, how many
+    a call uses."""
+
+    link: float
+    cpu: float
+    row: float
+    exchange: float
+    read: float
+    pair: float
+    between: float = 0.0
+    spread: float = 1.0
+
+    @staticmethod
+    def measured(layout: Layout, split: Split, executor: Executor) -> Costs:
+        """From what the split began with, and from experts that the CPU computes now, for some ten milliseconds."""
+        cpu, row = cpu_costs(executor)
+        return Costs(
+            link=split.link_alone * layout.parts,
+            cpu=cpu,
+            row=row,
+            exchange=_EXCHANGE,
+            read=1e9 * layout.nbytes / _DEVICE_BYTES,
+            pair=1e9 * 6 * layout.hidden * layout.inner / _DEVICE_FLOPS,
+        )
+
+    def table(self, share: int = -1) -> list[int]:
+        """As ``Waves.costs``."""
+        rounded = [max(0, min(round(ns), _MOST)) for ns in (self.link, self.cpu, self.row, self.exchange)]
+        return [*rounded, share]
+
+    def short(self, rows: Sequence[int], resident: float, cpu: bool) -> float:
+        """ns of a layer when only what is routed is brought. ``rows``: of each routed expert, most first; a share
+        ``resident`` of them is on the device. ``cpu``: it may help."""
+        missing = _without(rows, resident)
+        on_link = link_experts(missing, self.table()) if cpu else len(missing)
+        left = missing[on_link:]
+        on_cpu = self.exchange + self.cpu * len(left) + self.row * sum(left) if left else 0.0
+        here = self.device(len(rows) - len(missing), sum(rows) - sum(missing))
+        return max(on_link * self.link, on_cpu, here) + self.device(on_link, sum(missing[:on_link]))
+
+    def stream(self, rows: Sequence[int], resident: float, experts: int, between: float) -> float:
+        """ns of a layer when all of its ``experts`` were brought during the layer before it and ``between``."""
+        return max((1 - resident) * experts * self.link - between, self.device(len(rows), sum(rows)))
+
+    def device(self, experts: int, pairs: int) -> float:
+        return max(experts * self.read, pairs * self.pair)
+
+    def learnt(self, told: npt.NDArray[np.int32], times: npt.NDArray[np.int64], parts: int, uniform: float) -> Costs:
+        """After a call: ``told`` [layers, 4] as ``Waves`` has it, ``times`` [layers, 3] as the executor; ``uniform``:
+        how many experts equally likely ones would have been."""
+        used = [int(layer[FOUND] + layer[LINK] + layer[LEFT]) for layer in told]
+        costs = replace(self, spread=min(1.0, self.spread * _change([one / (uniform * self.spread) for one in used])))
+        asked = [
+            (layer, took)
+            for layer, took in zip(told.tolist(), times.tolist(), strict=True)
+            if layer[LEFT] and took[2] == layer[LEFT] * parts
+        ]
+        expected = [max(1.0, layer[LEFT] * self.cpu + layer[ROWS] * self.row) for layer, _ in asked]
+        cpu = _change([(took[0] - self.exchange) / ns for (_, took), ns in zip(asked, expected, strict=True)])
+        link = _change([took[1] / (layer[LINK] * self.link) for layer, took in asked if layer[LINK] and took[1]])
+        return replace(costs, cpu=self.cpu * cpu, row=self.row * cpu, link=self.link * link)
+
+    def with_device(self, ns: float, experts: int, pairs: int) -> Costs:
+        """After the device took ``ns`` to compute so much."""
+        change = _change([ns / self.device(experts, pairs)])
+        return replace(self, read=self.read * change, pair=self.pair * change)
+
+    def with_between(self, ns: float) -> Costs:
+        """After a row took ``ns`` between the experts of two layers: the least of late, as launches can only add."""
+        return replace(self, between=min(ns, self.between * (1 + _WEIGHT)) if self.between else ns)
+
+
+def uniform(rows: int, ranks: int, experts: int) -> float:
+    """How many different experts so many rows use when all are equally likely."""
+    return experts * (1 - (1 - ranks / experts) ** rows)
+
+
+def expected(costs: Costs, rows: int, ranks: int, experts: int) -> list[int]:
+    """Rows of each expert that is used, most first: as equally likely ones have them, spread over fewer."""
+    room = max(ranks, round(experts * costs.spread))
+    mean = rows * ranks / room
+    deviation = math.sqrt(mean * max(0.0, 1 - ranks / room))
+    counts = [round(mean + deviation * _NORMAL.inv_cdf((place + 0.5) / room)) for place in range(room)]
+    return sorted((count for count in counts if count > 0), reverse=True)
+
+
+@lru_cache(maxsize=64)
+def streams(costs: Costs, rows: int, ranks: int, experts: int, resident: float, cpu: bool) -> bool:
+    """Whether a call of so many rows is better off when whole layers are brought ahead. ``cpu``: it may help."""
+    each, between = expected(costs, rows, ranks, experts), costs.between * rows
+    return costs.stream(each, resident, experts, between) < costs.short(each, resident, cpu)
+
+
+def cpu_costs(executor: Executor) -> tuple[float, float]:
+    """ns of an expert on the CPU besides its rows, and of a row, from requests for experts that no cache holds yet."""
+    ranks, many = min(executor.layout.ranks, executor.pool.experts), min(_MANY, executor.layout.rows)
+    one, all_rows = (
+        median(_request(executor, number, rows, ranks) for number in range(first, first + _REPEATS))
+        for first, rows in ((0, 1), (_REPEATS, many))
+    )
+    row = max(1.0, (all_rows - one) / max(1, many - 1) / ranks)
+    return max(1.0, one / ranks - row), row
+
+
+def _request(executor: Executor, number: int, rows: int, ranks: int) -> float:
+    """ns of one, for experts that depend on ``number``, the same for all rows."""
+    pool, box = executor.pool, executor.layout
+    chosen = (number * ranks + torch.arange(ranks)) % pool.experts
+    plan = torch.full((rows, box.ranks, 2), -1, dtype=torch.int32)
+    plan[:, :ranks, 0], plan[:, :ranks, 1] = chosen.int(), 0
+    x, weights = torch.ones(rows, box.hidden), torch.ones(rows, box.ranks)
+    start = time.perf_counter_ns()
+    executor.run(number % pool.layers, x, plan, weights)
+    return float(time.perf_counter_ns() - start)
+
+
+def _without(rows: Sequence[int], resident: float) -> list[int]:
+    """Those that are missing, spread evenly."""
+    count = round(len(rows) * (1 - resident))
+    return [rows[int((place + 0.5) * len(rows) / count)] for place in range(count)]
+
+
+def _change(ratios: Sequence[float]) -> float:
+    """By what a cost changes, after measurements that were so many times what was expected."""
+    if not ratios:
+        return 1.0
+    return 1.0 + _WEIGHT * (max(1 / _FARTHEST, min(median(ratios), _FARTHEST)) - 1.0)

@@ -1,0 +1,275 @@
+"""Offloaded experts for more rows than one decision takes: layer by layer, wave by wave (``engine.experts.waves``).
+
+Copies run on a stream of their own, one wave ahead of the products; the CPU computes its experts meanwhile. The host
+launches the same for every layer and waits for nothing: what is brought, and who computes it, is decided on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.device.driver import Driver
+from engine.experts.cost import Costs, streams, uniform
+from engine.experts.executor import Executor
+from engine.experts.pool import Pool
+from engine.experts.residency import ONE, Decision, Residency
+from engine.experts.split import Split
+from engine.experts.waves import TAIL, Fetches, Waves
+from engine.kernels import experts as kernels
+from engine.kernels import grouped, waves
+
+CHUNK = 2048
+"""Rows of one product: what lies between the products takes memory."""
+_RING = 8
+"""The ring's halves have this part of the slots each, ..."""
+_FEW = 16
+"""... or so many slots, or half of them."""
+_PROBED = 1
+"""The layer whose computation, and the one whose distance from the layer before it, is timed."""
+
+
+class Prefill:
+    """``arrivals`` int32 [1]: zeros, as for ``publish``; may be shared with decoding."""
+
+    def __init__(
+        self, pool: Pool, executor: Executor, driver: Driver, split: Split, residency: Residency, slots: Tensor,
+        arrivals: Tensor,
+    ) -> None:  # fmt: skip
+        device = slots.device
+        self._pool, self._executor, self._driver, self._split = pool, executor, driver, split
+        self._residency, self._slots, self._arrivals = residency, slots, arrivals
+        self.waves = Waves.create(pool.layers, pool.experts, device)
+        self._now, self._next = (Fetches.create(pool.experts, device) for _ in range(2))
+        self._where = torch.zeros(2, pool.experts, dtype=torch.int32, device=device)
+        self._product = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._side, self._probe = _Side(device), _Probe(device)
+        self._told = torch.zeros(pool.layers, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._rows = 0  # of the last whole call, until it is learnt from
+        self._turn = 0
+        self._ahead: tuple[int, torch.Event | None] | None = None
+        self._from_pool = self._mailbox = 0
+        self.costs = Costs(*[1.0] * 6)
+        self.resize(residency.slots)
+
+    def start(self, pool: int, mailbox: int) -> None:
+        """Their addresses for the device. Measures the CPU."""
+        self._from_pool, self._mailbox = pool, mailbox
+        self.follow(Costs.measured(self._pool.layout, self._split, self._executor))
+
+    def follow(self, costs: Costs | None = None) -> None:
+        """These costs, or as the split was fixed or freed, from now on in the order of the stream."""
+        self.costs = costs or self.costs
+        fixed = self._split.fixed
+        table = self.costs.table(-1 if fixed is None else round(fixed * ONE))
+        self.waves.costs.copy_(torch.tensor(table, dtype=torch.int32), non_blocking=True)
+
+    def resize(self, limit: int) -> None:
+        """So many slots may be used."""
+        self._limit = limit
+        self._half = min(self._pool.experts, max(limit // _RING, min(limit // 2, _FEW)))
+
+    @property
+    def possible(self) -> bool:
+        """A wave needs a slot, and another one the next."""
+        return self._half > 0 and self._from_pool != 0
+
+    def streams(self, rows: int) -> bool:
+        """Whether a call of so many rows brings whole layers ahead."""
+        ranks, resident = self._executor.layout.ranks, min(1.0, (self._limit - 2 * self._half) / len(self._pool))
+        return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """As ``Ops.experts``; contiguous tensors, a call's layers in order."""
+        residency, rows, at = self._residency, x.shape[0], self._where
+        if layer == _PROBED:
+            self._probe.mark("begin")
+        ahead = self._come_ahead(layer)
+        parts = self._sorted(x, ids, weights)
+        counts = torch.stack([part.start.diff() for part in parts]).sum(dim=0, dtype=torch.int32)
+        waves.divide(residency, self.waves, counts, layer, at[0], ahead=ahead, cpu=self._cpu_takes(rows))
+        if self._cpu_takes(rows):
+            self._ask(x, ids, weights, layer)
+
+        y, last = torch.zeros_like(x), -(-self._pool.experts // self._half)
+        more = layer + 1 < self._pool.layers and self.streams(rows)
+        come: torch.Event | None = None
+        for wave in range(last + 1):
+            if more and wave == last and not (ahead and last == 1):
+                self._turn ^= 1  # the half whose experts the wave before has computed
+                self._bring_ahead(counts, layer + 1, beside=False)
+            self._side.join(come)
+            if wave < last:
+                come = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0)
+            if more and ahead and last == 1 and wave == 0:
+                self._bring_ahead(counts, layer + 1, beside=True)
+            timed = layer == _PROBED and wave == 0
+            if timed:
+                self._probe.mark("computes")
+            for part in parts:
+                self._compute(part, at[wave % 2], y)
+            if timed:
+                self._probe.mark("computed")
+
+        if self._cpu_takes(rows):
+            box = self._executor.layout
+            kernels.arrive(self._mailbox, box)
+            self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
+            waves.add_answer(y, self.waves, self._mailbox + box.y)
+        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, 2 * self._half)
+        waves.move(self._slots, self.waves)
+        if layer == _PROBED - 1:
+            self._probe.mark("end")
+        if layer == self._pool.layers - 1:
+            self._told.copy_(self.waves.told, non_blocking=True)
+            self._rows = rows
+        return y
+
+    def learn(self) -> None:
+        """After the results of a step are there; from the whole call in it, if there was one."""
+        rows, self._rows = self._rows, 0
+        if not rows:
+            return
+        layout, box, experts = self._pool.layout, self._executor.layout, self._pool.experts
+        told = self._told.numpy()
+        alike = uniform(rows, box.ranks, experts)
+        costs = self.costs.learnt(told, self._executor.times, layout.parts, alike)
+        found, *others, _ = (int(number) for number in told[min(_PROBED, len(told) - 1)])
+        for name, ns in self._probe.read().items():
+            if name == "between":
+                costs = costs.with_between(ns / rows)
+            elif 2 * found > experts:  # of few experts it would be the time of launches
+                costs = costs.with_device(ns, found, rows * box.ranks * found // (found + sum(others)))
+        self.follow(costs)
+
+    def settle(self) -> None:
+        """After a call that may have ended early: what was brought ahead comes before all that follows."""
+        if self._ahead is not None:
+            self._come_ahead(self._ahead[0])
+
+    def _cpu_takes(self, rows: int) -> bool:
+        return rows <= self._executor.layout.rows and self._split.fixed != 1.0
+
+    def _come_ahead(self, layer: int) -> bool:
+        """Wait for what was brought ahead; whether it was for this layer."""
+        if self._ahead is None:
+            return False
+        (brought, come), self._ahead = self._ahead, None
+        self._side.join(come)
+        return brought == layer
+
+    def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> list[_Part]:
+        return [
+            _Part(at, x[at].to(self._product), ids[at], weights[at], *grouped.sort_pairs(ids[at], self._pool.experts))
+            for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK))
+        ]
+
+    def _ask(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> None:
+        """The CPU for its experts of all rows."""
+        chosen = self.waves.on_cpu[ids.clamp(min=0).long()].bool() & (ids >= 0)
+        plan = torch.stack((torch.where(chosen, ids, -1), torch.zeros_like(ids)), dim=2)
+        request = Decision(slot=ids, gpu_parts=ids, plan=plan, fetch=ids, counts=self.waves.asked)
+        kernels.publish(x, weights, request, layer, self._arrivals, self._mailbox, self._executor.layout)
+
+    def _bring(self, counts: Tensor, layer: int, where: Tensor, *, first: bool) -> torch.Event | None:
+        """The next wave of a layer, into the half that the last one was not brought to."""
+        self._turn ^= 1
+        base = self._turn * self._half
+        waves.take(
+            self._residency, self.waves, self._now, counts, layer, where, base, self._half, first=first, ahead=False
+        )
+        return self._side.run(lambda: self._fetch(self._now))
+
+    def _bring_ahead(self, counts: Tensor, layer: int, *, beside: bool) -> None:
+        """The first wave of a layer, into the half of this turn; beside what the layer before it still missed, which is
+        little, or in place of what that has computed."""
+        base, where = self._turn * self._half, self._where[0]  # not written
+        waves.take(
+            self._residency, self.waves, self._next, counts, layer, where, base, self._half, first=beside, ahead=True
+        )
+        self._ahead = layer, self._side.run(lambda: self._fetch(self._next))
+
+    def _fetch(self, fetches: Fetches) -> None:
+        waves.fetch(self._from_pool, self._pool.stride, self._slots, fetches, self._pool.layout.nbytes)
+
+    def _compute(self, part: _Part, where: Tensor, y: Tensor) -> None:
+        """Add what the experts at ``where`` give."""
+        layout, pairs = self._pool.layout, part.ids.numel()
+        groups = grouped.Groups(part.order, part.start, where)
+        inner, out = part.x.new_empty(pairs, layout.inner), y.new_empty(pairs, layout.hidden)
+        some = torch.empty_like(y[part.rows])
+        grouped.gate_up(part.x, self._slots, layout, groups, inner)
+        grouped.down(inner, self._slots, layout, groups, out)
+        grouped.combine_pairs(out, part.ids, where, part.weights, some)
+        y[part.rows] += some
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a call whose pairs are sorted together; ``x`` in the precision of the products."""
+
+    rows: slice
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    order: Tensor
+    start: Tensor
+
+
+class _Side:
+    """A stream beside the current one, whose work goes first; without a GPU everything happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _stream(device) if device.type == "cuda" else None
+
+    def run(self, work: Callable[[], object]) -> torch.Event | None:
+        """After all that the current stream has so far. -> when it is done."""
+        if self._stream is None:
+            work()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        event: torch.Event = self._stream.record_event()
+        return event
+
+    def join(self, event: torch.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def current(self) -> int:
+        return 0 if self._stream is None else torch.cuda.current_stream(self._device).cuda_stream
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class _Probe:
+    """How long some work of a call took on the device; nothing without one."""
+
+    _SPANS = (("between", "end", "begin"), ("computing", "computes", "computed"))
+
+    def __init__(self, device: torch.device) -> None:
+        names = ("end", "begin", "computes", "computed") if device.type == "cuda" else ()
+        self._events = {name: torch.Event(device, enable_timing=True) for name in names}
+        self._marked: set[str] = set()
+
+    def mark(self, name: str) -> None:
+        if name in self._events:
+            self._events[name].record()
+            self._marked.add(name)
+
+    def read(self) -> dict[str, float]:
+        """ns of what was marked since the last time and is done."""
+        found = {
+            name: 1e6 * self._events[begin].elapsed_time(self._events[end])
+            for name, begin, end in self._SPANS
+            if {begin, end} <= self._marked and self._events[end].query()
+        }
+        self._marked.clear()
+        return found

@@ -1,0 +1,24 @@
+"""In torch, for tests and checks: what ``engine.kernels.waves`` does besides deciding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.experts.waves import Fetches, Waves
+
+
+def fetch(pool: Tensor, slots: Tensor, fetches: Fetches, nbytes: int) -> None:
+    """``pool`` uint8 [layers * experts, stride]."""
+    for slot, flat, _ in fetches.fetch[: int(fetches.counts[0])].tolist():
+        slots[slot, :nbytes] = pool[flat, :nbytes]
+
+
+def move(slots: Tensor, waves: Waves) -> None:
+    for source, target in waves.moves[: int(waves.moved)].tolist():
+        slots[target] = slots[source]
+
+
+def add_answer(y: Tensor, waves: Waves, answer: Tensor) -> None:
+    """``answer``: as y."""
+    if int(waves.asked[1]):
+        y += answer

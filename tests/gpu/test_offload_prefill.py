@@ -1,0 +1,260 @@
+"""Prefill over offloaded experts: whatever is resident, brought or left to the CPU, the results are those of experts
+that are all there, and where experts are said to be they are. On twins, but for one test in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.device.fake import FakeDriver
+from engine.experts import offload, prefill, residency, waves
+from engine.experts.executor import Executor, ExecutorError
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.offload import OffloadedExperts
+from engine.experts.pool import Pool
+from engine.experts.residency import BYTES, CPU, FETCHED
+from engine.experts.split import Split
+from engine.experts.waves import FOUND, LEFT, LINK, ROWS
+from engine.kernels import experts as kernels
+from engine.kernels import experts_twin, grouped_twin, waves_twin
+from engine.kernels.grouped import Groups
+from engine.layers.reference import ReferenceExperts, ReferenceOps
+
+LAYERS, EXPERTS, RANKS, HIDDEN, INNER = 3, 12, 2, 32, 64
+MOST = 400
+"""Rows that the CPU takes part in."""
+
+
+def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
+    """Stand-ins for the modules of kernels that prefill uses."""
+    box = executor.layout
+    answer = executor.mailbox[box.y : box.y + 4 * box.rows * box.hidden].view(torch.float32).view(box.rows, -1)
+
+    def fetch(_address: int, _stride: int, slots: Tensor, fetches: waves.Fetches, nbytes: int) -> None:
+        waves_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, fetches, nbytes)
+
+    decisions = SimpleNamespace(
+        divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move,
+        add_answer=lambda y, state, _: waves_twin.add_answer(y, state, answer[: y.shape[0]]),
+    )  # fmt: skip
+    names = ("sort_pairs", "gate_up", "down", "combine_pairs")
+    return {
+        "waves": decisions,
+        "grouped": SimpleNamespace(Groups=Groups, **{name: getattr(grouped_twin, name) for name in names}),
+    }
+
+
+def decode_twins(pool: Pool, executor: Executor) -> SimpleNamespace:
+    box = executor.layout
+    answer = executor.mailbox[box.y : box.y + 4 * box.rows * box.hidden].view(torch.float32).view(box.rows, -1)
+
+    def fetch(_address: int, _stride: int, slots: Tensor, decision: Any, part_bytes: Tensor) -> None:
+        experts_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, decision, part_bytes)
+
+    def combine(out: Tensor, weights: Tensor, decision: Any, y: Tensor, *_: object) -> None:
+        experts_twin.combine(out, weights, decision, y, answer[: y.shape[0]])
+
+    return SimpleNamespace(
+        publish=kernels.publish, fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down,
+        arrive=kernels.arrive, combine=combine,
+    )  # fmt: skip
+
+
+class Case:
+    """Offloaded experts, and the same ones as plain tensors."""
+
+    def __init__(self, slots: int, patch: pytest.MonkeyPatch | None) -> None:
+        self.pool = Pool(Layout(FORMATS["mxfp4"], HIDDEN, INNER), LAYERS, EXPERTS)
+        self.executor = Executor(self.pool, MOST, RANKS, threads=1)
+        room = torch.full((slots + 1, self.pool.stride), 0xFF, dtype=torch.uint8)
+        self.room = room
+        self.offloaded = OffloadedExperts(self.pool, self.executor, FakeDriver(), Split(LAYERS, 1.0, 1.0), room)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(LAYERS):
+            gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator) * 0.3
+            self.offloaded.pack(gate_up, torch.randn(EXPERTS, HIDDEN, INNER, generator=generator) * 0.3)
+        self.offloaded.start()
+        self.costs()
+        if patch is not None:
+            for name, module in twins(self.pool, self.executor).items():
+                patch.setattr(prefill, name, module)
+            patch.setattr(offload, "kernels", decode_twins(self.pool, self.executor))
+            patch.setattr(offload, "resolve", residency.resolve)
+        self.plain = [self._plain(layer) for layer in range(LAYERS)]
+
+    def _plain(self, layer: int) -> ReferenceExperts:
+        decoded = [self.pool.layout.decode(self.pool.blob(layer * EXPERTS + one)) for one in range(EXPERTS)]
+        gate_up, down = zip(*decoded, strict=True)
+        return ReferenceExperts(torch.stack(gate_up), torch.stack(down))
+
+    def costs(self, **changed: float) -> None:
+        """With these, the CPU takes the lighter half and whole layers never come ahead."""
+        part = self.offloaded.prefill
+        part.follow(replace(part.costs, link=100.0, cpu=90.0, row=1.0, exchange=1.0, read=0.0, pair=0.0))
+        part.follow(replace(part.costs, **changed))
+
+    def call(self, rows: int, seed: int, skew: float = 0.0) -> None:
+        """A forward of all layers, and that everything about it is right."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(LAYERS):
+            liked = torch.rand(rows, EXPERTS, generator=generator) + skew * torch.arange(EXPERTS) / EXPERTS
+            ids = liked.topk(RANKS, dim=1).indices.int()
+            ids[torch.rand(rows, generator=generator) < 0.05] = -1
+            x = torch.randn(rows, HIDDEN, generator=generator)
+            weights = torch.rand(rows, RANKS, generator=generator)
+            y = self.offloaded.run(x, ids, weights, layer)
+            weights[ids < 0] = 0.0  # the reference knows no padding
+            expected = ReferenceOps().experts(x, ids.clamp(min=0), weights, self.plain[layer])
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+            self.check()
+        self.offloaded.report()
+        self.offloaded.after_step()
+        self.offloaded.learn()
+
+    def check(self) -> None:
+        """Experts are where they are said to be."""
+        self.offloaded.residency.check()
+        for slot, flat in enumerate(self.offloaded.residency.owner.tolist()):
+            assert flat < 0 or torch.equal(self.room[slot, : self.pool.layout.nbytes], self.pool.blob(flat))
+
+    @property
+    def told(self) -> list[list[int]]:
+        return self.offloaded.prefill.waves.told.tolist()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.offloaded.close()
+        self.executor.close()
+
+
+MakeCase = Callable[..., Case]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCase]:
+    cases = []
+
+    def make(slots: int = LAYERS * EXPERTS, patch: pytest.MonkeyPatch | None = monkeypatch) -> Case:
+        cases.append(Case(slots, patch))
+        return cases[-1]
+
+    yield make
+    for case in cases:
+        case.close()
+
+
+@pytest.mark.parametrize("slots", [2, 5, 12, 24, 30, LAYERS * EXPERTS + 4])
+def test_results_and_residency_for_every_size_of_the_cache(made: MakeCase, slots: int) -> None:
+    """Short and long calls, ahead or not, with decode steps and fewer and more slots between."""
+    case = made(slots)
+    for seed, (rows, costs) in enumerate(
+        [(17, {}), (64, {"cpu": 0.0, "row": 0.0}), (200, {"row": 1e3}), (1000, {}), (64, {"row": 1e6, "read": 1.0})]
+    ):
+        case.costs(**costs)
+        case.call(rows, seed)
+        case.call(1 + seed % 2, seed + 50, skew=2.0)
+        case.offloaded.resize(slots // 2 + 1 if seed == 1 else slots)
+        case.check()
+
+
+def test_a_single_slot_is_enough(made: MakeCase) -> None:
+    case = made(1)
+    case.call(17, 1)
+
+
+def test_the_kernels_do_the_same(made: MakeCase) -> None:
+    case = made(14, None)
+    case.call(17, 1)
+    case.costs(row=1e6, read=30.0)
+    case.call(18, 2)
+    assert all(layer[FOUND] for layer in case.told[1:])
+
+
+def test_light_experts_go_to_the_cpu_and_heavy_ones_over_the_link(made: MakeCase) -> None:
+    case = made(24)
+    case.costs(cpu=190.0)
+    case.call(40, 1, skew=1.5)
+    for found, on_link, left, pairs in case.told:
+        assert found == 0 and on_link >= left > 0
+        assert pairs * (on_link + left) < 40 * RANKS * left  # lighter than on average
+    assert case.offloaded.residency.counters[CPU] == sum(layer[LEFT] for layer in case.told) * case.pool.layout.parts
+
+
+def test_calls_with_more_rows_than_the_cpu_takes_leave_it_alone(made: MakeCase) -> None:
+    case = made(24)
+    case.costs(cpu=0.0, row=0.0)
+    case.call(MOST + 1, 1)
+    assert all(layer[LEFT] == layer[ROWS] == 0 for layer in case.told)
+    case.call(MOST, 2)
+    assert case.told[0][LEFT] > 0 and all(layer[LINK] == 0 for layer in case.told)
+
+
+def test_a_fixed_split_holds_for_prefill_too(made: MakeCase) -> None:
+    case = made(24)
+    for share, bounds in ((0.0, (0, 0)), (1.0, (1, 12)), (0.5, (1, 6))):
+        case.offloaded.fix(share)
+        case.call(40, 3)
+        assert all(bounds[0] <= layer[LINK] <= bounds[1] for layer in case.told)
+        assert all((layer[LEFT] > 0) == (share < 1) for layer in case.told)
+        case.offloaded.resize(2), case.offloaded.resize(24)
+
+
+def test_long_calls_bring_whole_layers_ahead_and_only_what_is_missing(made: MakeCase) -> None:
+    case = made(LAYERS * EXPERTS + 22)
+    case.costs(row=1e6, read=1.0)
+    assert case.offloaded.prefill.streams(300)
+    case.call(300, 1)
+    assert [layer[LINK] for layer in case.told] == [EXPERTS, 0, 0]
+    before = case.offloaded.residency.counters.tolist()
+    case.call(300, 2)  # 34 of the 36 experts found room beyond the ring
+    after = case.offloaded.residency.counters.tolist()
+    assert 2 <= (after[FETCHED] - before[FETCHED]) / case.pool.layout.parts <= 4
+    assert (after[BYTES] - before[BYTES]) * case.pool.layout.parts == (after[FETCHED] - before[FETCHED]) * (
+        case.pool.layout.nbytes
+    )
+
+
+def test_what_the_last_tokens_use_is_there_for_decoding(made: MakeCase) -> None:
+    """Even of the first layer, whose part of the ring other layers have taken since."""
+    case = made(30)
+    case.costs(row=1e6)
+    case.call(200, 1, skew=3.0)  # the last experts of a layer, mostly
+    before = case.offloaded.residency.counters[FETCHED:].tolist()
+    case.call(1, 2, skew=9.0)
+    assert case.offloaded.residency.counters[FETCHED:].tolist() == before
+
+
+def test_an_error_of_the_cpu_is_an_error_of_the_call(made: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = made(24)
+    case.costs(cpu=0.0, row=0.0)
+    publish = prefill.kernels.publish
+
+    def wrong(x: Tensor, weights: Tensor, decision: Any, layer: int, *rest: Any) -> None:
+        publish(x, weights, decision, layer + LAYERS, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill.kernels, "publish", wrong)
+        x, ids = torch.ones(17, HIDDEN), torch.zeros(17, RANKS, dtype=torch.int32)
+        ids[:, 1] = 1
+        y = case.offloaded.run(x, ids, torch.ones(17, RANKS), 0)
+    assert y.isnan().all()
+    with pytest.raises(ExecutorError, match="beyond the 3 layers"):
+        case.offloaded.after_step()
+    case.call(17, 1)
+
+
+def test_costs_follow_what_calls_take(made: MakeCase) -> None:
+    case = made(24)
+    case.costs(cpu=1e9, link=1e9)
+    before = case.offloaded.prefill.costs
+    for seed in range(8):
+        case.call(40, seed)
+        case.offloaded.resize(2), case.offloaded.resize(24)
+    after = case.offloaded.prefill.costs
+    assert after.cpu < before.cpu and after.row < before.row
+    assert case.offloaded.prefill.waves.costs.tolist()[:2] == after.table()[:2]
