@@ -36,6 +36,7 @@ class Part:
 
 PARTS = {
     "kernels": Part("model kernels against their torch twins, and their speed", ("engine.kernels.check",), 240, False),
+    "prefill": Part("prefill kernels, likewise", ("engine.kernels.check_prefill",), 300, False),
     "experts": Part("expert kernels and residency, likewise", ("engine.kernels.check_experts",), 240),
     "decode": Part(
         "a decode step with all experts on the device: its kernels, and with and without early launches",

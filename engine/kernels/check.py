@@ -1,4 +1,5 @@
-"""Every device operation against its torch twin, then how long each takes at the sizes of Qwen3.6-35B-A3B.
+"""Every device operation of a decode step against its torch twin, then how long each takes at the sizes of
+Qwen3.6-35B-A3B. Those of prefill are in ``engine.kernels.check_prefill``.
 
     python -P -m engine.kernels.check [--seed N] [--tune]
 
@@ -97,11 +98,11 @@ def pointwise(rows: int) -> Run:
 
 
 def recurrences(ops: Ops, draw: Draws) -> dict[str, Tensor]:
-    batch = make_batch([(70, 0, 0), (1, 100, 1), (2, 63, 2)], draw.device, [(0, 64, 3), (0, 70, 4), (2, 1, 5)])
+    batch = make_batch([(13, 0, 0), (1, 100, 1), (2, 63, 2)], draw.device, [(0, 8, 3), (0, 13, 4), (2, 1, 5)])
     window, state = draw(6, CHANNELS, WIDTH - 1), draw(6, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM)
-    mixed = ops.conv(draw(73, CHANNELS), draw(CHANNELS, WIDTH), window, batch)
-    keys, values = (73, KEY_HEADS, LINEAR_DIM), (73, VALUE_HEADS, LINEAR_DIM)
-    decay, beta = -draw(73, VALUE_HEADS).abs(), torch.sigmoid(draw(73, VALUE_HEADS))
+    mixed = ops.conv(draw(16, CHANNELS), draw(CHANNELS, WIDTH), window, batch)
+    keys, values = (16, KEY_HEADS, LINEAR_DIM), (16, VALUE_HEADS, LINEAR_DIM)
+    decay, beta = -draw(16, VALUE_HEADS).abs(), torch.sigmoid(draw(16, VALUE_HEADS))
     out = ops.gated_delta(draw(*keys), draw(*keys), draw(*values), decay, beta, state, batch)
     ops.copy_state(state, 4, 5)
     return {"conv": mixed, "conv state": window, "gated_delta": out, "gated_delta state": state}
@@ -109,12 +110,12 @@ def recurrences(ops: Ops, draw: Draws) -> dict[str, Tensor]:
 
 def attentions(dtype: torch.dtype) -> Run:
     def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
-        batch = make_batch([(40, 300, 0), (1, 4999, 1), (1, 0, 2), (3, 254, 3)], draw.device)
+        batch = make_batch([(11, 300, 0), (1, 4999, 1), (1, 0, 2), (3, 254, 3)], draw.device)
         shape = (batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM)
         k_pages, v_pages = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
-        rows = (45, KV_HEADS, HEAD_DIM)
+        rows = (16, KV_HEADS, HEAD_DIM)
         ops.write_pages(draw(*rows), draw(*rows), k_pages, v_pages, batch)
-        out = ops.attention(draw(45, HEADS, HEAD_DIM, scale=2), k_pages, v_pages, batch, HEAD_DIM**-0.5)
+        out = ops.attention(draw(16, HEADS, HEAD_DIM, scale=2), k_pages, v_pages, batch, HEAD_DIM**-0.5)
         return {"attention": out, "write_pages k": k_pages.float(), "write_pages v": v_pages.float()}
 
     return run
@@ -166,7 +167,7 @@ def checks() -> Iterator[tuple[str, Run, float]]:
     yield "recurrences", recurrences, 1e-5
     yield from compositions()
     for name, format in FORMATS.items():
-        for rows in (1, 5, 40):
+        for rows in (1, 5, 16):
             yield f"{rows} rows of {name}", routed(rows, format), 1e-5
 
 

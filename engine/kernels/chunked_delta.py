@@ -15,7 +15,7 @@ exact ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,16 +23,27 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import recurrent
+from engine.kernels.limits import shared_memory
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
 
 CHUNK = 64
 BLOCKS = 4
 """Diagonal blocks of a chunk that are inverted row by row."""
-SLICE = 64
-"""Key or value dimensions that ``_within`` has at a time."""
-VALUES = 32
-"""Value dimensions that a program of ``_along`` carries."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """``slice``: key or value dimensions that ``_within`` has at a time; ``values``: those that a program of ``_along``
+    carries, and ``stages`` - 1 chunks of the next ones are on their way."""
+
+    slice: int
+    values: int
+    stages: int
+
+
+LARGE, SMALL = Tiling(32, 32, 2), Tiling(32, 16, 1)
+"""At a key_dim of 128 the first takes 225 KB of shared memory, the second 40."""
 
 
 @triton.jit
@@ -225,14 +236,16 @@ def _along(
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch,
-    half: torch.dtype = torch.bfloat16,
+    half: torch.dtype | None = None, tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
     """As ``Ops.gated_delta``, for any number of rows of any number of sequences. ``half``: what factors are cut into;
-    float32 leaves them whole."""
+    float32, which the CPU's way is, leaves them whole."""
     (rows, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     out = v.new_empty(v.shape)
     if not v.numel():
         return out
+    half = half or (torch.bfloat16 if v.is_cuda else torch.float32)
+    tiling = tiling or (LARGE if shared_memory(v.device) >= 225 << 10 else SMALL)
     snapshots = batch.snapshots
     if snapshots.shape[0]:
         snapshots, tails = _on_chunks(batch)
@@ -246,12 +259,13 @@ def gated_delta(
         batch.segments.shape[0], group, heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
         from_keys.stride(0), keys.stride(0), key_dim**-0.5,
         CHUNK=CHUNK, BLOCKS=BLOCKS, SEGMENTS=segments_of(batch), KEYS=wide, VALUES=values,
-        SLICE=min(SLICE, wide, values), num_warps=4,
+        SLICE=min(tiling.slice, wide, values), num_warps=4,
     )  # fmt: skip
-    _along[(batch.segments.shape[0], heads, triton.cdiv(value_dim, VALUES))](
+    _along[(batch.segments.shape[0], heads, triton.cdiv(value_dim, tiling.values))](
         keys, from_keys, from_queries, added, out, fades, state, batch.segments, snapshots,
         group, heads, key_dim, value_dim, from_keys.stride(0), keys.stride(0), state.stride(0),
-        CHUNK=CHUNK, SNAPSHOTS=snapshots.shape[0], KEYS=wide, VALUES=VALUES, num_warps=4, num_stages=2,
+        CHUNK=CHUNK, SNAPSHOTS=snapshots.shape[0], KEYS=wide, VALUES=tiling.values,
+        num_warps=4, num_stages=tiling.stages,
     )  # fmt: skip
     if snapshots.shape[0]:
         recurrent.gated_delta(q, k, v, decay, beta, state, tails)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.experts.layout import BLOCK, MOST_PARTS, Layout
+from engine.kernels.limits import shared_memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Tile:
 
 
 FEW, SOME, MANY = 0, 1, 2
-"""Up to 16 pairs an expert on average, up to 64, or more."""
+"""Up to 16 pairs an expert on average, up to 64, or more; the last take 148 KB of shared memory."""
 TILES = {
     "bf16": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3)),
     "int8": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3)),
@@ -216,7 +217,10 @@ def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) 
 def _grid(layout: Layout, groups: Groups, columns: int, blocks: int) -> tuple[dict[str, int], tuple[int, int]]:
     """Sizes and options of a kernel, and its programs. ``blocks``: the inner dimension is a multiple of so many."""
     pairs, experts = groups.order.shape[0], groups.slot.shape[0]
-    tile = TILES[layout.format.name][FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY]
+    size = FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY
+    if size == MANY and shared_memory(groups.order.device) < 160 << 10:
+        size = SOME
+    tile = TILES[layout.format.name][size]
     wide = min(tile.columns, triton.next_power_of_2(columns))
     sizes = {
         "EXPERTS": triton.next_power_of_2(experts), "PAIRS": tile.pairs, "COLUMNS": wide,
@@ -255,3 +259,16 @@ def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Te
         _combine_pairs[(rows, triton.cdiv(hidden, block))](
             out, ids, slot, weights, y, hidden, RANKS=ranks, BLOCK=block, num_warps=4
         )
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tensor) -> Tensor:
+    """As ``Ops.experts``, of experts that are all in ``slots`` uint8 [experts, stride], in order; ids may be -1."""
+    count, half = slots.shape[0], torch.bfloat16 if x.is_cuda else x.dtype
+    every = torch.arange(count, dtype=torch.int32, device=x.device)
+    groups = Groups(*sort_pairs(ids, count), every)
+    inner = x.new_empty(ids.numel(), layout.inner, dtype=half)
+    out, y = x.new_empty(ids.numel(), layout.hidden, dtype=half), torch.empty_like(x)
+    gate_up(x.to(half), slots, layout, groups, inner)
+    down(inner, slots, layout, groups, out)
+    combine_pairs(out, ids, every, weights, y)
+    return y

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.kernels import attention, linear, pointwise, recurrent
+from engine.kernels import attention, chunked_delta, linear, pointwise, prefill_attention, prefill_conv, recurrent
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.layers.composed import Composed
@@ -86,7 +86,8 @@ class DeviceOps(Composed):
         pointwise.rope(x, positions, table)
 
     def conv(self, x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
-        return recurrent.conv(x, weight, state, batch)
+        few = x.shape[0] <= linear.ROWS
+        return (recurrent if few else prefill_conv).conv(x, weight, state, batch)
 
     def gdn_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         return pointwise.gdn_gates(a, b, a_log, dt_bias)
@@ -94,10 +95,12 @@ class DeviceOps(Composed):
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch
     ) -> Tensor:
-        return recurrent.gated_delta(q, k, v, decay, beta, state, batch)
+        few = q.shape[0] <= linear.ROWS
+        return (recurrent if few else chunked_delta).gated_delta(q, k, v, decay, beta, state, batch)
 
     def attention(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
-        return attention.attention(q, k_pages, v_pages, batch, scale)
+        few = q.shape[0] <= linear.ROWS
+        return (attention if few else prefill_attention).attention(q, k_pages, v_pages, batch, scale)
 
     def write_pages(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
         attention.write_pages(k, v, k_pages, v_pages, batch)

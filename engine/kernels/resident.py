@@ -10,7 +10,9 @@ from torch import Tensor
 from engine.experts.layout import ExpertFormat, Layout
 from engine.experts.residency import Decision
 from engine.kernels import experts as kernels
+from engine.kernels import grouped
 from engine.kernels.experts import Sums
+from engine.kernels.linear import ROWS
 
 if TYPE_CHECKING:
     from engine.experts.pool import Pool
@@ -49,6 +51,8 @@ class ResidentExperts:
         return len(self._layers) - 1
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        if x.shape[0] > ROWS:
+            return grouped.experts(x, ids, weights, *self._layers[layer])
         y, sums = torch.empty_like(x), self.sums(x, ids, weights, layer)
         if x.shape[0]:
             kernels.combine(sums.out, weights, sums.decision, y, whole=True)

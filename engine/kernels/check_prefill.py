@@ -1,0 +1,167 @@
+"""The prefill kernels on a GPU: right first, then how fast.
+
+    python -P -m engine.kernels.check_prefill [--seed N] [--tune]
+
+Twins are computed on the GPU, in float64 where they can be; the relative error is that of the whole result, and what a
+kernel leaves unwritten is NaN. Sizes are those of Qwen3.6-35B-A3B. ``--tune`` times other tilings. Ends with status 1
+where something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.api import PAGE
+from engine.experts.layout import FORMATS, Layout
+from engine.kernels import chunked_delta, grouped, grouped_twin, prefill_attention, prefill_conv
+from engine.kernels.grouped import Groups
+from engine.kernels.time_prefill import time_all, tune
+from engine.kernels.timing import (
+    CHANNELS,
+    GPU,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KEY_HEADS,
+    KV_HEADS,
+    LINEAR_DIM,
+    VALUE_HEADS,
+    WIDTH,
+    make_batch,
+)
+from engine.layers.reference import ReferenceOps
+
+TWIN = ReferenceOps()
+Result = tuple[str, Tensor, Tensor, float]
+"""What, got, wanted, the largest relative error."""
+
+
+class Draws:
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator(GPU).manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=GPU)
+
+
+def attentions(draw: Draws) -> Iterator[Result]:
+    """Prefill behind a history, with decode rows beside it, cut along the keys and not."""
+    for name, segments in (
+        ("one", [(300, 0, 0)]),
+        ("behind 9,000", [(150, 9000, 0)]),
+        ("mixed", [(130, 300, 0), (1, 4999, 1), (0, 3, 2), (1, 0, 3), (70, 63, 4)]),
+        ("many", [(3000, 100, 0)]),
+    ):
+        batch = make_batch(segments, GPU)
+        rows = batch.tokens.shape[0]
+        shape = (batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM)
+        q, scale = draw(rows, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+        for dtype, most in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+            if dtype == torch.bfloat16 or name == "mixed":
+                pages = draw(*shape).to(dtype), draw(*shape).to(dtype)
+                got = prefill_attention.attention(q, *pages, batch, scale)
+                yield f"attention {name} {dtype}", got, TWIN.attention(q, *pages, batch, scale), most
+
+
+def deltas(draw: Draws) -> Iterator[Result]:
+    """2,000 tokens, decays from none to e^-20 a token, keys that are alike; snapshots on the grid and off it."""
+    for name, segments, snapshots in (
+        ("one", [(2000, 0, 0)], []),
+        ("mixed", [(300, 10, 0), (1, 77, 1), (0, 3, 2), (90, 50, 3)], [(0, 54, 4), (0, 300, 5), (3, 20, 6), (0, 9, 7)]),
+    ):
+        batch = make_batch(segments, GPU, snapshots)
+        rows, slots = batch.tokens.shape[0], [*range(8)] if snapshots else [0]
+        q, v = draw(rows, KEY_HEADS, LINEAR_DIM), draw(rows, VALUE_HEADS, LINEAR_DIM)
+        k, beta = draw(rows, KEY_HEADS, LINEAR_DIM) + 0.7, torch.sigmoid(draw(rows, VALUE_HEADS))
+        slow, fast = -1e-3 * draw(rows, VALUE_HEADS).abs(), -20 - draw(rows, VALUE_HEADS).abs()
+        for pace, decay in (
+            ("none", 0 * slow), ("slow", slow), ("fast", fast), ("both", torch.where(slow > -2e-3, slow, fast)),
+        ):  # fmt: skip
+            state = draw(8, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM)
+            exact = state.double()
+            want = TWIN.gated_delta(q.double(), k.double(), v.double(), decay.double(), beta.double(), exact, batch)
+            got = chunked_delta.gated_delta(q, k, v, decay, beta, state, batch)
+            yield f"delta {name}, decay {pace}", got, want, 1e-3
+            yield f"delta {name}, decay {pace}, state", state[slots], exact[slots], 1e-3
+
+
+def convolutions(draw: Draws) -> Iterator[Result]:
+    batch = make_batch([(300, 10, 0), (1, 77, 1), (2, 5, 2)], GPU, [(0, 54, 3), (0, 1, 4), (2, 1, 5)])
+    x, weight, state = draw(303, CHANNELS), draw(CHANNELS, WIDTH), draw(6, CHANNELS, WIDTH - 1)
+    twin = state.clone()
+    want = TWIN.conv(x, weight, twin, batch)
+    yield "conv", prefill_conv.conv(x, weight, state, batch), want, 1e-5
+    yield "conv, state", state, twin, 1e-6
+
+
+def products(draw: Draws) -> Iterator[Result]:
+    """Few, some and many pairs an expert; experts that are not here, pairs of none."""
+    inner, count = 512, 12
+    for name, format in FORMATS.items():
+        layout = Layout(format, HIDDEN, inner)
+        blobs = torch.zeros(count, -(-layout.nbytes // 256) * 256, dtype=torch.uint8)
+        for blob in blobs[:3]:
+            gate_up, down = torch.randn(2 * inner, HIDDEN) * HIDDEN**-0.5, torch.randn(HIDDEN, inner) * inner**-0.5
+            layout.encode(gate_up, down, blob[: layout.nbytes])
+        slots, slot = blobs.to(GPU), (torch.arange(count, dtype=torch.int32) % 4 - 1).to(GPU)
+        for rows in (17, 60, 400):
+            ids = draw(rows, count).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
+            ids[3, 2] = -1
+            groups = Groups(*grouped.sort_pairs(ids, count), slot)
+            cpu = Groups(*grouped_twin.sort_pairs(ids.cpu(), count), slot.cpu())
+            yield f"order of {rows}", groups.order, cpu.order.to(GPU), 0
+            x, weights = draw(rows, HIDDEN), draw(rows, 8)
+            h, out = x.new_zeros(rows * 8, inner).bfloat16(), x.new_zeros(rows * 8, HIDDEN).bfloat16()
+            y, want_y = torch.empty_like(x), torch.empty_like(x).cpu()
+            grouped.gate_up(x.bfloat16(), slots, layout, groups, h)
+            grouped.down(h, slots, layout, groups, out)
+            grouped.combine_pairs(out, ids, slot, weights, y)
+            want_h, want = torch.zeros(h.shape), torch.zeros(out.shape)
+            grouped_twin.gate_up(x.cpu(), blobs, layout, cpu, want_h)
+            grouped_twin.down(want_h, blobs, layout, cpu, want)
+            grouped_twin.combine_pairs(want, ids.cpu(), slot.cpu(), weights.cpu(), want_y)
+            yield f"{name}, {rows} rows, gate_up", h, want_h, 1e-2
+            yield f"{name}, {rows} rows, down", out, want, 1e-2
+            yield f"{name}, {rows} rows, sum", y, want_y, 1e-2
+
+
+def check(seed: int) -> bool:
+    right = True
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
+    for number, part in enumerate((attentions, deltas, convolutions, products)):
+        for name, got, want, most in part(Draws(seed + number)):
+            wide, exact = got.double().cpu(), want.double().cpu()
+            error = float((wide - exact).norm() / exact.norm())
+            good = error <= most  # false for NaN
+            right &= good
+            print(f"{'ok   ' if good else 'WRONG'} {name:44} {error:.2e}", flush=True)
+    torch.use_deterministic_algorithms(False)
+    return right
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31))
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args(arguments)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, seed {options.seed}"
+    )
+    with torch.inference_mode():
+        right = check(options.seed)
+        rate = time_all()
+        if options.tune:
+            tune(rate)
+    print("all right" if right else "WRONG results above")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
