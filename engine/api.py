@@ -5,6 +5,7 @@ Positions and counts are in tokens. Token ids are tuples of ints here and u32 li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,13 +68,14 @@ class Watch:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. ``tokens`` is the whole prompt. ``side`` requests read the cache and never evict from it.
-    ``namespace`` separates caches of different API keys. ``session`` groups checkpoints for retention. A
-    ``background`` request prefills in advance (``max_tokens`` 0): it runs only while no other request runs or waits,
-    gives way to any other within a step, and evicts nothing but what side requests left."""
+    """One generation. ``tokens`` is the whole prompt: a tuple, or on the client's side a view of u32, which is sent as
+    it is. ``side`` requests read the cache and never evict from it. ``namespace`` separates caches of different API
+    keys. ``session`` groups checkpoints for retention. A ``background`` request prefills in advance (``max_tokens`` 0):
+    it runs only while no other request runs or waits, gives way to any other within a step, and evicts nothing but what
+    side requests left."""
 
     id: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     sampling: Sampling
     anchors: tuple[Anchor, ...] = ()
     watches: tuple[Watch, ...] = ()

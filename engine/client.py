@@ -70,6 +70,7 @@ class Inbox:
         self.items: deque[Tokens | Done | Failed] = deque()
         self.arrived = asyncio.Event()
         self.decided = asyncio.Event()
+        self.over = asyncio.Event()
         self.admission: Admitted | None = None
         self.failure: Failed | None = None
         self.ended = False
@@ -87,6 +88,7 @@ class Inbox:
         if not isinstance(reply, Tokens):
             self.ended = True
             self.decided.set()
+            self.over.set()
         if not self.abandoned:
             self.items.append(reply)
         self.arrived.set()
@@ -125,22 +127,38 @@ class EngineStream:
             await inbox.arrived.wait()
         return inbox.items.popleft()
 
-    async def next(self, until: float) -> Tokens | Done | Failed | None:
-        """The next reply, or None when there is none at ``until`` in the loop's time. Raises StopAsyncIteration."""
-        loop, inbox = asyncio.get_running_loop(), self._inbox
-        if not inbox.items and not inbox.ended and loop.time() < until:
-            inbox.arrived.clear()
-            # Not asyncio.timeout: this is waited for once per token, and a mere alarm costs a fifth of that.
-            alarm = loop.call_at(until, inbox.arrived.set)
-            try:
-                await inbox.arrived.wait()
-            finally:
-                alarm.cancel()
-        return await anext(self) if inbox.items or inbox.ended else None
+    async def some(self, soon: float, late: float) -> list[Tokens | Done | Failed]:
+        """All that has come at ``soon`` in the loop's time, or at the end, if that is earlier; after ``soon``, what
+        comes first. Nothing at ``late``. Raises StopAsyncIteration behind the end."""
+        inbox, loop = self._inbox, asyncio.get_running_loop()
+        if not inbox.items:
+            if inbox.ended:
+                raise StopAsyncIteration
+            await _until(inbox.arrived, late)
+        if loop.time() >= soon:
+            return [inbox.items.popleft()] if inbox.items else []
+        if not inbox.ended:
+            await _until(inbox.over, soon)
+        items, inbox.items = [*inbox.items], deque()
+        return items
 
     async def abort(self) -> None:
         """Ask for the end; the stream then ends with ``Done(reason="abort")``. Without effect on an ended stream."""
         self._client.abort(self.id)
+
+
+async def _until(event: asyncio.Event, end: float) -> None:
+    """Waits for the event to be set, which it is at ``end`` in the loop's time at the latest."""
+    loop = asyncio.get_running_loop()
+    if loop.time() >= end:
+        return
+    event.clear()
+    # Not asyncio.timeout: a mere alarm costs a fifth of that, for each event of an answer.
+    alarm = loop.call_at(end, event.set)
+    try:
+        await event.wait()
+    finally:
+        alarm.cancel()
 
 
 def _abandon(loop: asyncio.AbstractEventLoop, client: Owner, request_id: str) -> None:

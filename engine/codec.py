@@ -1,20 +1,24 @@
 """Frozen dataclasses to JSON and back, strictly, from their annotations alone.
 
-Every ``tuple[int, ...]`` (token ids, positions) goes to a binary side channel as u32 little-endian and leaves only its
-length in the JSON, so that a prompt of 100k tokens never becomes text. Both directions check every value: a message
-that was encoded can be decoded, and a decoded one has exactly its annotated types.
+Every ``tuple[int, ...]`` or ``Sequence[int]`` (token ids, positions) goes to a binary side channel as u32 little-endian
+and leaves only its length in the JSON, so that a prompt of 100k tokens never becomes text. Both directions check every
+value: a message that was encoded can be decoded, and a decoded one has exactly its annotated types.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
+import sys
 import types
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _I64 = 1 << 63
+_U32 = sys.byteorder == "little" and array("I").itemsize == 4
+"""Whether a view of ints has the bytes that are sent."""
 
 
 class CodecError(ValueError):
@@ -51,8 +55,8 @@ class Codec:
 
 
 def compile_codec(annotation: Any) -> Codec:
-    """The codec of a type: str, int, float, bool, Literal, X | None, str | float, tuples, dict[str, X] and dataclasses
-    of these."""
+    """The codec of a type: str, int, float, bool, Literal, X | None, str | float, tuples, Sequence[int] (which is read
+    as a tuple), dict[str, X] and dataclasses of these."""
     origin, args = get_origin(annotation), get_args(annotation)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _record(annotation)
@@ -62,7 +66,7 @@ def compile_codec(annotation: Any) -> Codec:
         return _optional(compile_codec(args[0]))
     if origin in (Union, types.UnionType) and args == (str, float):
         return _text_or_number()
-    if origin is tuple and args == (int, Ellipsis):
+    if args == (int, Ellipsis) or (origin is Sequence and args == (int,)):
         return _ids()
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return _sequence(compile_codec(args[0]))
@@ -111,8 +115,11 @@ def _text_or_number() -> Codec:
 
 def _ids() -> Codec:
     def pack(value: Any, payload: bytearray) -> int:
+        if isinstance(value, memoryview) and value.format == "I" and value.contiguous and _U32:
+            payload += value
+            return len(value)
         if not isinstance(value, tuple):
-            raise CodecError("ids are not a tuple")
+            raise CodecError("ids are neither a tuple nor a view of u32")
         try:
             payload += struct.pack(f"<{len(value)}I", *value)
         except struct.error as error:

@@ -6,7 +6,8 @@ the client's order: a ``system`` turn in the middle of a conversation stays in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,3 +96,8 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
+
+
+def same_tools(some: Sequence[Tool], others: Sequence[Tool]) -> bool:
+    """Are they the same objects? That they are equal says too little: 1 is equal to true in a schema."""
+    return some is others or (len(some) == len(others) and all(map(operator.is_, some, others)))

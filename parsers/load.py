@@ -72,8 +72,10 @@ class Family:
         return self._renderer.render(conversation, thinking=thinking, effort=effort, remember=prefix_ok)
 
     def least_tokens(self, conversation: Conversation) -> int:
-        """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone."""
-        blocks = (block for turn in conversation.turns for block in turn.blocks)
+        """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone. Only
+        those of turns that were not rendered before count."""
+        turns = conversation.turns[self._renderer.rendered_turns(conversation) :]
+        blocks = (block for turn in turns for block in turn.blocks)
         return self.tokenizer.least_tokens(
             block.text.strip() for block in blocks if isinstance(block, Text | ToolOutput)
         )
@@ -249,7 +251,7 @@ def _with_suffix(wire_format: Format, tokenizer: Tokenizer) -> Format:
     for name in tokenizer.control:
         if match := re.fullmatch(wire_format.suffix, name):
             return wire_format.with_suffix(match[1])
-    raise Mismatch(f"no control token of the vocabulary is like {wire_format.suffix!r}")
+    raise Mismatch(f"no control token of the vocabulary is like {wire_format.with_suffix('…').turns.user.open}")
 
 
 def _mentioned(fit: Fit) -> tuple[int, int]:

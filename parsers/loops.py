@@ -20,6 +20,7 @@ What a body may read, and when an earlier iteration would read the same:
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,8 +71,9 @@ class Reads:
 
 @dataclass
 class Record:
-    """One rendering of a loop. For each iteration: where its text begins in ``text``, what the written attributes were
-    before it, and the last place of a window that was read up to its end."""
+    """One rendering of a loop. For each iteration: where its text begins in that of the loop, what the written
+    attributes were before it, and the last place of a window that was read up to its end. The loop's text begins at
+    ``start`` in all of the ``text``."""
 
     items: list[Any]
     values: tuple[object, ...]
@@ -81,6 +83,7 @@ class Record:
     states: list[tuple[object, ...]]
     reach: list[int]
     text: str = ""
+    start: int = 0
 
 
 class At:
@@ -188,7 +191,6 @@ class _Open:
     skipped: int
     start: int
     written: list[tuple[Namespace, str]]
-    end: int = 0
 
 
 class Run:
@@ -209,7 +211,7 @@ class Run:
         text = "".join(out)
         for number, one in self._open.items():
             if len(one.record.reach) == len(one.record.items):
-                one.record.text = text[one.start : one.end]
+                one.record.text, one.record.start = text, one.start
                 self._loops.remember(number, one.record)
         return text
 
@@ -225,13 +227,14 @@ class Run:
             *([], [], []),
         )
         written = [(space, name) for one, name in reads.writes if type(space := found[one]) is Namespace]
-        skipped, past = max(
-            ((_equal(past, now), past) for past in self._loops.known(number)), key=lambda one: one[0], default=(0, now)
-        )
+        skipped, past = 0, now
+        for one in self._loops.known(number):
+            if len(one.items) - 1 > skipped and (count := _equal(one, now)) > skipped:
+                skipped, past = count, one
         text = ""
         if skipped:
             now.begins, now.states, now.reach = past.begins[:skipped], past.states[:skipped], past.reach[:skipped]
-            text = past.text[: past.begins[skipped]]
+            text = past.text[past.start : past.start + past.begins[skipped]]
             for (space, name), value in zip(written, past.states[skipped], strict=True):
                 space[name] = value
         self._open[number] = _Open(now, skipped, self._length, written)
@@ -251,7 +254,6 @@ class Run:
                 record.reach[-1:] = [_NEVER] * bool(record.reach)
             yield items[at.index0], at
             record.reach.append(at._reached)
-        one.end = self._length
 
 
 def _value(found: Mapping[str, object], one: _Field) -> object:
@@ -290,6 +292,8 @@ def _common(one: object, other: object) -> int:
     if type(one) is not list or type(other) is not list:
         return 0
     size = min(len(one), len(other))
+    if all(map(operator.is_, one, other)):
+        return size
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a is not b), size)
 
 

@@ -8,7 +8,6 @@ so that no template takes it for a new query and drops thinking because of it.
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 import sys
 from collections import deque
@@ -18,7 +17,18 @@ from itertools import groupby
 from threading import Lock
 from typing import Literal
 
-from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
+from parsers.conversation import (
+    Block,
+    Conversation,
+    Sampled,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolOutput,
+    Turn,
+    same_tools,
+)
 from parsers.format import LONGEST_NAME, CallIds, Format
 from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Fixed, Guard, around
 from parsers.memory import Memory
@@ -380,11 +390,6 @@ class _Planning:
 
     def _add_output(self, index: int, call_id: str, texts: Sequence[str]) -> None:
         self.plan.add(Item("tool_output", index), self._planner._output(self._made[call_id].identity, texts))
-
-
-def same_tools(some: Sequence[Tool], others: Sequence[Tool]) -> bool:
-    """Are they the same objects? That they are equal says too little: 1 is equal to true in a schema."""
-    return some is others or (len(some) == len(others) and all(map(operator.is_, some, others)))
 
 
 def last_answer(conversation: Conversation, begin: int = 0) -> int:

@@ -209,9 +209,8 @@ class Writer:
         """Those from before and these, in order."""
         places, before = self._places, self._before.spans
         spans = sorted((Span(places[start], places[end], kind, turn) for start, end, kind, turn in some), key=_order)
-        if before and spans and _order(spans[0]) < _order(before[-1]):
-            return tuple(sorted((*before, *spans), key=_order))
-        return before + tuple(spans)
+        first = bisect_right(before, _order(spans[0]), key=_order) if spans else len(before)
+        return (*before[:first], *sorted((*before[first:], *spans), key=_order))
 
     def _meet(self, one: int, other: int) -> bool:
         """Are two places the same?"""

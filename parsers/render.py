@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from parsers.alternatives import alternatives
 from parsers.conversation import Conversation, Sampled, Thinking, ToolCall, Turn
@@ -133,12 +133,18 @@ class Renderer:
         open_now = thinking_open and not plan.continues
         return Prompt(ids, spans, open_now, thinking, effort, opener, plan.continues, packed)
 
+    def rendered_turns(self, conversation: Conversation) -> int:
+        """How many turns of it are remembered as they were rendered."""
+        return self._stems.turns(conversation)
+
     def _go_on(self, text: str, stem: Stem | None) -> list[Block] | None:
         """The blocks behind the stem; None where the text does not go on as it did."""
         if stem is None or not text.startswith(stem.text):
             return None
-        last, *blocks = self._finder.blocks(text, stem.block) or [Block("", "", False)]
-        return blocks if len(last.text) == len(stem.text) - stem.block and blocks else None
+        blocks = self._finder.blocks(text, stem.block)
+        ends = [*accumulate(len(block.text) for block in blocks)]
+        size = len(stem.text) - stem.block
+        return blocks[ends.index(size) + 1 :] if size in ends[:-1] else None
 
     def _up_to_more(self, blocks: list[Block], conversation: Conversation) -> list[Block]:
         """The turns up to where the last answer goes on. Raises RenderError."""
@@ -243,11 +249,15 @@ class _Rendering:
         self._tell_tools()
 
     def _mark(self, before: Sequence[Block]) -> None:
-        if not before:
-            self.mark = self._stem.mark if self._stem else None
-        elif self._finder.steady(before[-1]):
-            size = sum(len(block.text) for block in before) + (len(self._stem.text) if self._stem else 0)
-            self.mark = Mark(size - len(before[-1].text), size, self._writer.written(), self._moved, self._tools_found)
+        stem = self._stem
+        if stem is not None and not before:
+            self.mark = stem.mark
+            return
+        end = sum(len(block.text) for block in before) + (len(stem.text) if stem else 0)
+        back = self._finder.steady(before)
+        begin = end - back if back is not None else stem.mark.block if stem else None
+        if begin is not None:
+            self.mark = Mark(begin, end, self._writer.written(), self._moved, self._tools_found)
 
     def _tell_tools(self) -> None:
         """What the template would tell of tools elsewhere."""

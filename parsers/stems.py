@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from threading import Lock
 
-from parsers.conversation import Conversation, Tool, Turn
+from parsers.conversation import Conversation, Tool, Turn, same_tools
 from parsers.format import Effort
-from parsers.messages import PlanStem, has_content, same_tools
+from parsers.messages import PlanStem, has_content
 from parsers.prompt import Written
 
 _KEPT = 16
@@ -23,8 +23,8 @@ _IDS = 4_000_000
 
 @dataclass(frozen=True)
 class Mark:
-    """Where in the text the last block begins, and where it ends; what was written up to there, and whether the tools
-    were told of."""
+    """Where in the text a block begins from which on blocks are looked for, and where the stem ends; what was written
+    up to there, and whether the tools were told of."""
 
     block: int
     end: int
@@ -78,6 +78,12 @@ class Stems:
     def __init__(self) -> None:
         self._known: deque[Stem] = deque()
         self._lock = Lock()
+
+    def turns(self, conversation: Conversation) -> int:
+        """How many turns of the conversation were rendered before, whatever the thinking."""
+        with self._lock:
+            known = [*self._known]
+        return max((len(stem.turns) for stem in known if stem.begins(conversation)), default=0)
 
     def find(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Stem | None:
         """The longest of those that fit."""

@@ -7,7 +7,7 @@ and parts of an assistant turn by the format's delimiters.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -51,9 +51,15 @@ class Finder:
         end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
         self._end = re.compile(rf"({end})(?:{re.escape(turns.tail)})?\s*\Z")
 
-    def steady(self, block: Block) -> bool:
-        """Is it found again where it begins, and what follows it, whatever comes behind that?"""
-        return bool(block.header) and len(block.text) > 2 * self._longest
+    def steady(self, blocks: Sequence[Block]) -> int | None:
+        """How many characters before the end of these blocks the last one begins that is found again there, whatever
+        comes behind them; None without one."""
+        size = 0
+        for block in reversed(blocks):
+            size += len(block.text)
+            if block.header and size > 2 * self._longest:
+                return size
+        return None
 
     def blocks(self, text: str, begin: int | None = None) -> list[Block]:
         """The first block is what stands before any header, the last one (of the assistant) the generation prompt.

@@ -97,7 +97,7 @@ async def _submitted(
     sampling = replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint)
     request = Request(
         id="",
-        tokens=prompt.ids,
+        tokens=memoryview(prompt.packed).cast("I"),
         sampling=sampling,
         anchors=() if "checkpoints" in state.engine.lacks else engine_anchors(visit.anchors(prompt)),
         watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in visit.watches()),

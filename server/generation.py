@@ -94,25 +94,25 @@ class Generation:
         told, events = loop.time(), list[GenerationEvent]()
         soon = told
         while True:
-            match reply := await self._stream.next(soon if events else told + keepalive):
-                case Tokens():
-                    events.extend(self._tokens(reply))
-                    if self._assembler.stopped:
-                        await self._stream.abort()
-                case Done():
-                    yield [*_joined(events), *self._finish(reply)]
-                    return
-                case Failed():
-                    self._engine_done = True
-                    if events:
-                        yield _joined(events)
-                    _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
-                    raise ApiError.from_engine(reply.kind, reply.message)
-            now = loop.time()
-            if now >= (soon if events else told + keepalive):
+            for reply in await self._stream.some(soon, told + keepalive):
+                match reply:
+                    case Tokens():
+                        events.extend(self._tokens(reply))
+                        if self._assembler.stopped:
+                            await self._stream.abort()
+                    case Done():
+                        yield [*_joined(events), *self._finish(reply)]
+                        return
+                    case Failed():
+                        self._engine_done = True
+                        if events:
+                            yield _joined(events)
+                        _log.warning("request %s failed: %s: %r", reply.id, reply.kind, reply.message)
+                        raise ApiError.from_engine(reply.kind, reply.message)
+            if events or loop.time() >= told + keepalive:
                 yield _joined(events) or [Progress(self._assembler.choice)]
                 told, events = loop.time(), []
-                soon = told + PACE
+            soon = loop.time() + PACE
 
     async def close(self) -> None:
         """Idempotent. Before the end of the answer it aborts the engine's request."""

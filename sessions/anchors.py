@@ -8,8 +8,10 @@ last user message (that is where the next user message will diverge), and the pl
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parsers.events import BoundaryKind
 from parsers.probe import Probe
@@ -52,6 +54,10 @@ WATCH_PRIORITIES: dict[BoundaryKind, float] = {
 }
 
 
+_Found = tuple[int, str, bool]
+"""Position, kind, and whether it is pinned."""
+
+
 @dataclass(frozen=True)
 class AnchorPoint:
     """``position`` tokens lie before the checkpoint. Higher ``priority`` is kept longer, ``pinned`` always."""
@@ -82,79 +88,71 @@ def anchor_points(
     priorities: Mapping[str, float] = PRIORITIES,
     partings: Iterable[int] = (),
 ) -> tuple[AnchorPoint, ...]:
-    """``length`` of the prompt in tokens, its spans; anchors ascend by position, one per position. ``priorities`` by
-    kind of anchor, ``partings`` the positions before which this opening may part from others."""
+    """``length`` of the prompt in tokens, its spans by start; anchors ascend by position, one per position.
+    ``priorities`` by kind of anchor, ``partings`` the positions before which this opening may part from others."""
+    by_kind: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_kind[span.kind].append(span)
     named = _best_per_position(
         [
-            *_pinned(spans, probe),
-            *(_pin(position, "parting") for position in partings),
-            _anchor(length, "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop"),
-            *_inner(spans),
+            *_pinned(by_kind, probe),
+            *((position, "parting", True) for position in partings),
+            (length, "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop", False),
+            *_inner(by_kind),
         ],
         length,
     )
-    lattice = [anchor for anchor in _lattice(length) if anchor.position not in named]
+    lattice = [position for position in _lattice(length) if position not in named]
     room = LIMIT - len(lattice)
-    kept = sorted(named.values(), key=lambda anchor: (anchor.pinned, anchor.priority, anchor.position))[-room:]
-    points = sorted([*kept, *lattice], key=lambda anchor: anchor.position)
-    return tuple(replace(point, priority=priorities[point.kind]) for point in points)
+    ranked = sorted((pinned, worth, position, kind) for position, (pinned, worth, kind) in named.items())
+    points = [(position, kind, pinned) for pinned, _, position, kind in ranked[-room:]]
+    points += [(position, "lattice", False) for position in lattice]
+    return tuple(AnchorPoint(position, kind, priorities[kind], pinned) for position, kind, pinned in sorted(points))
 
 
-def _pinned(spans: Sequence[Span], probe: Probe) -> list[AnchorPoint]:
-    first = min((span.start for span in spans if span.kind not in ("tools", "system")), default=0)
-    found = [_pin(first, "head_end")]
-    parts = [span.end for span in spans if span.kind in ("tools", "system") and span.end < first]
-    found += [_pin(end, "head_part") for end in parts[:PINNED_PARTS]]
-    found += [_anchor(span.start, "turn_start") for span in spans if span.kind == "system" and span.start >= first]
-    users = [span.start for span in spans if span.kind == "user"]
-    found += [_pin(start, "user_start") for start in users[-PINNED_USERS:]]
-    found += [_anchor(start, "user_start") for start in users[:-PINNED_USERS]]
-    headers = [span.start for span in spans if span.kind == "assistant_header"]
-    found += [_anchor(start, "turn_start") for start in headers]
-    found += [_pin(span.start, "generation_prompt") for span in spans if span.kind == "generation_prompt"]
+def _pinned(by_kind: Mapping[str, Sequence[Span]], probe: Probe) -> list[_Found]:
+    first = min((some[0].start for kind, some in by_kind.items() if kind not in ("tools", "system")), default=0)
+    found: list[_Found] = [(first, "head_end", True)]
+    systems = by_kind.get("system", ())
+    parts = sorted(span.end for span in (*by_kind.get("tools", ()), *systems) if span.end < first)
+    found += [(end, "head_part", True) for end in parts[:PINNED_PARTS]]
+    found += [(span.start, "turn_start", False) for span in systems if span.start >= first]
+    users = [span.start for span in by_kind.get("user", ())]
+    found += [(start, "user_start", True) for start in users[-PINNED_USERS:]]
+    found += [(start, "user_start", False) for start in users[:-PINNED_USERS]]
+    headers = [span.start for span in by_kind.get("assistant_header", ())]
+    found += [(start, "turn_start", False) for start in headers]
+    found += [(span.start, "generation_prompt", True) for span in by_kind.get("generation_prompt", ())]
     if not probe.thinking_survives:
-        found += [_pin(start, "loop_start") for start in _loop_starts(users[-PINNED_USERS:], headers)]
+        found += [(start, "loop_start", True) for start in _loop_starts(users[-PINNED_USERS:], headers)]
     return found
 
 
 def _loop_starts(users: Sequence[int], headers: Sequence[int]) -> set[int]:
     """The first assistant header after each user message: which message the template takes for the last query is its
     own affair (a reminder beside tool outputs is none)."""
-    return {start for user in users if (start := min((h for h in headers if h > user), default=0))}
+    return {headers[at] for user in users if (at := bisect_right(headers, user)) < len(headers)}
 
 
-def _inner(spans: Sequence[Span]) -> list[AnchorPoint]:
+def _inner(by_kind: Mapping[str, Sequence[Span]]) -> list[_Found]:
     """Ends of tool outputs, and both ends of thinking and calls."""
-    found: list[AnchorPoint] = []
-    for span in spans:
-        if span.kind == "tool_output":
-            found.append(_anchor(span.end, "tool_output_end"))
-        elif span.kind in ("thinking", "tool_call"):
-            found += [_anchor(span.start, f"{span.kind}_start"), _anchor(span.end, f"{span.kind}_end")]
+    found: list[_Found] = [(span.end, "tool_output_end", False) for span in by_kind.get("tool_output", ())]
+    for kind in ("thinking", "tool_call"):
+        found += [(span.start, f"{kind}_start", False) for span in by_kind.get(kind, ())]
+        found += [(span.end, f"{kind}_end", False) for span in by_kind.get(kind, ())]
     return found
 
 
-def _lattice(length: int) -> list[AnchorPoint]:
+def _lattice(length: int) -> range:
     step = LATTICE * max(1, -(-length // (LATTICE * LATTICE_SHARE)))
-    return [_anchor(position, "lattice") for position in range(step, length, step)]
+    return range(step, length, step)
 
 
-def _best_per_position(anchors: Iterable[AnchorPoint], length: int) -> dict[int, AnchorPoint]:
-    best: dict[int, AnchorPoint] = {}
-    for anchor in anchors:
-        known = best.get(anchor.position)
-        if 0 < anchor.position <= length and (known is None or _rank(anchor) > _rank(known)):
-            best[anchor.position] = anchor
+def _best_per_position(found: Iterable[_Found], length: int) -> dict[int, tuple[bool, float, str]]:
+    """Whether it is pinned, what it is worth, and its kind."""
+    best: dict[int, tuple[bool, float, str]] = {}
+    for position, kind, pinned in found:
+        known, worth = best.get(position), PRIORITIES[kind]
+        if 0 < position <= length and (known is None or (pinned, worth) > known[:2]):
+            best[position] = pinned, worth, kind
     return best
-
-
-def _rank(anchor: AnchorPoint) -> tuple[bool, float]:
-    return anchor.pinned, anchor.priority
-
-
-def _anchor(position: int, kind: str) -> AnchorPoint:
-    return AnchorPoint(position, kind, PRIORITIES[kind])
-
-
-def _pin(position: int, kind: str) -> AnchorPoint:
-    return AnchorPoint(position, kind, PRIORITIES[kind], pinned=True)

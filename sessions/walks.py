@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parsers.conversation import Conversation, Tool, Turn
+from parsers.conversation import Conversation, Tool, Turn, same_tools
 from sessions.digest import TurnDigest
 from sessions.exact import Journal, Restored
 
@@ -39,8 +40,7 @@ class Walk:
 
     def restored(self, journal: Journal, branch: str, tools: Sequence[Tool], common: int) -> Iterable[Step]:
         """The steps of the first ``common`` turns, as far as they would come out the same."""
-        same = len(tools) == len(self.tools) and all(a is b for a, b in zip(tools, self.tools, strict=True))
-        if journal is self.journal and branch == self.branch and same:
+        if journal is self.journal and branch == self.branch and same_tools(tools, self.tools):
             for step in self.steps[:common]:
                 if step.found is not None and not journal.stands(step.found):
                     return
@@ -70,5 +70,7 @@ class Walks:
 
 def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
     size = min(len(some), len(others))
+    if all(map(operator.is_, some, others)):
+        return size
     pairs = enumerate(zip(some, others, strict=False))
     return next((n for n, (one, other) in pairs if one is not other and one != other), size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import collections.abc
 import dataclasses
 import struct
 import types
@@ -36,7 +37,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     match get_origin(annotation):
         case typing.Literal:
             return st.sampled_from(args)
-        case builtins.tuple if args == (int, ...):
+        case builtins.tuple | collections.abc.Sequence if args in ((int, ...), (int,)):
             return st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
         case builtins.tuple if args[-1] is Ellipsis:
             return st.lists(values(args[0]), max_size=3).map(tuple)
@@ -100,6 +101,18 @@ def test_token_ids_never_become_text() -> None:
     header, payload = split(messages.encode(Request("r", prompt, Sampling(max_tokens=1, forced=(7, 8)))))
     assert len(payload) == 4 * 100_002
     assert len(header) < 600
+
+
+def test_a_view_of_u32_is_sent_as_it_is() -> None:
+    ids = (0, 7, 2**32 - 1)
+    view = memoryview(struct.pack("=3I", *ids)).cast("I")
+    sampling = Sampling(max_tokens=1)
+    frame = messages.encode(Request("r", view, sampling))
+    assert frame == messages.encode(Request("r", ids, sampling))
+    assert messages.decode(*split(frame)) == Request("r", ids, sampling)
+    for wrong in (memoryview(b"1234"), memoryview(bytes(8)).cast("i"), memoryview(bytes(8)).cast("Q"), view[::-1], [1]):
+        with pytest.raises(MessageError):
+            messages.encode(Request("r", wrong, sampling))
 
 
 @given(ANY_MESSAGE, st.data())
