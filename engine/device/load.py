@@ -18,6 +18,7 @@ from engine.device.runner import DeviceRunner
 from engine.experts.executor import Executor
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
+from engine.experts.prefill import SUFFIX
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
@@ -103,7 +104,7 @@ def _offload(
     if share is not None:
         split.fix(share)
     try:
-        executor = Executor(pool, plan.rows, plan.outline.top_k, config.threads, instruction_set=config.instruction_set)
+        executor = Executor(pool, SUFFIX, plan.outline.top_k, config.threads, instruction_set=config.instruction_set)
         experts = OffloadedExperts(pool, executor, driver, split, memory.slots)
     except NativeLibraryError as error:
         raise BadConfig(str(error)) from error

@@ -24,6 +24,8 @@ from engine.kernels import grouped, waves
 
 CHUNK = 2048
 """Rows of one product: what lies between the products takes memory."""
+SUFFIX = 1024
+"""Rows that an executor should take, for the CPU to help with calls of up to so many."""
 _RING = 8
 """The ring's halves have this part of the slots each, ..."""
 _FEW = 16

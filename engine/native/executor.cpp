@@ -31,13 +31,16 @@ constexpr int kTasksPerThread = 16;
 
 // ── activations ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Activations::Activations(const Dots& dots, std::int64_t pairs, std::int64_t depth, int digits)
-    : dots_(dots),
-      depth_(depth),
-      digits_(digits),
-      values_(static_cast<std::size_t>(pairs * (digits == 0 ? depth : depth / kBlock))),
-      quads_(static_cast<std::size_t>(pairs * depth / 4 * digits)),
-      sums_(static_cast<std::size_t>(pairs * depth / kBlock * digits)) {}
+Activations::Activations(const Dots& dots, std::int64_t depth, int digits)
+    : dots_(dots), depth_(depth), digits_(digits) {}
+
+void Activations::reserve(std::int64_t pairs) {
+  if (pairs <= pairs_) return;
+  pairs_ = pairs;
+  values_.resize(static_cast<std::size_t>(pairs * (digits_ == 0 ? depth_ : depth_ / kBlock)));
+  quads_.resize(static_cast<std::size_t>(pairs * depth_ / 4 * digits_));
+  sums_.resize(static_cast<std::size_t>(pairs * depth_ / kBlock * digits_));
+}
 
 void Activations::put(std::int64_t first, int size, int row, std::int64_t column, const float* values,
                       std::int64_t count) {
@@ -77,12 +80,10 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
-      single_(dots, digits_ == 0 ? 0 : spec.rows, spec.hidden, digits_),
-      gathered_(dots, spec.rows * spec.ranks, spec.hidden, digits_),
-      inner_(dots, spec.rows * spec.ranks, spec.inner, digits_),
-      outputs_(static_cast<std::size_t>(spec.rows * spec.ranks * spec.hidden)),
+      single_(dots, spec.hidden, digits_),
+      gathered_(dots, spec.hidden, digits_),
+      inner_(dots, spec.inner, digits_),
       looked_(now()) {
-  entries_.reserve(places_.size());
   const int cpu = spec.cpu_count > 0 ? spec.cpus[0] : -1;
   coordinator_ = std::thread([this, cpu] {
     if (cpu >= 0) pin_to(cpu);
@@ -109,10 +110,20 @@ void Executor::compute(std::int64_t layer, std::int64_t rows, const float* x, co
                   std::to_string(spec_.layers) + " layers and " + std::to_string(spec_.rows) + " rows of the executor");
   }
   group_pairs(rows, plan);
+  reserve(rows);
   gather(rows, x);
   gate_up(layer, x);
   down(layer);
   combine(rows, weights, y);
+}
+
+// Room for the largest request so far: most are of a few rows, and few of as many as may come.
+void Executor::reserve(std::int64_t rows) {
+  const std::int64_t pairs = static_cast<std::int64_t>(entries_.size());
+  if (digits_ > 0) single_.reserve(rows);
+  if (groups_.size() < entries_.size()) gathered_.reserve(pairs);
+  inner_.reserve(pairs);
+  outputs_.resize(std::max(outputs_.size(), static_cast<std::size_t>(pairs * spec_.hidden)));
 }
 
 void Executor::group_pairs(std::int64_t rows, const std::int32_t* plan) {

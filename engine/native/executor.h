@@ -36,7 +36,9 @@ struct ExecutorSpec {
 // digits, else Integers.
 class Activations {
  public:
-  Activations(const Dots& dots, std::int64_t pairs, std::int64_t depth, int digits);
+  Activations(const Dots& dots, std::int64_t depth, int digits);
+  // Room for so many pairs; what was put before is lost when it grows.
+  void reserve(std::int64_t pairs);
   // `count` values, a multiple of kBlock, of row `row` of the tile that begins at pair `first`.
   void put(std::int64_t first, int size, int row, std::int64_t column, const float* values, std::int64_t count);
   const float* floats(std::int64_t first, int size, std::int64_t column) const;
@@ -46,6 +48,7 @@ class Activations {
   const Dots& dots_;
   const std::int64_t depth_;
   const int digits_;
+  std::int64_t pairs_ = 0;
   std::vector<float> values_;  // or the scales
   std::vector<std::int32_t> quads_, sums_;
 };
@@ -86,6 +89,7 @@ class Executor {
   void compute(std::int64_t layer, std::int64_t rows, const float* x, const std::int32_t* plan, const float* weights,
                float* y);
   void group_pairs(std::int64_t rows, const std::int32_t* plan);
+  void reserve(std::int64_t rows);
   void gather(std::int64_t rows, const float* x);
   void gate_up(std::int64_t layer, const float* x);
   void down(std::int64_t layer);
