@@ -213,13 +213,16 @@ class GetStats:
     pass
 
 
-AdminAction = Literal["store_stat", "store_verify", "store_gc", "store_forget", "store_pin", "store_unpin"]
+AdminAction = Literal[
+    "store_stat", "store_verify", "store_gc", "store_forget", "store_pin", "store_unpin", "cache_stat", "cache_set"
+]
 
 
 @dataclass(frozen=True)
 class Admin:
-    """Something for a person who looks after the store. ``store_forget`` (and the two about pins, always) take
-    ``session``; without it all is forgotten."""
+    """Something for a person who looks after the store, or the memory. ``store_forget`` (and the two about pins,
+    always) take ``session``; without it all is forgotten. ``cache_set`` takes numbers: ``experts`` on the device,
+    ``kv`` tokens that pages hold, ``states`` that are checkpoints; without any, the engine decides by itself again."""
 
     id: str
     action: AdminAction

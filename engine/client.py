@@ -395,6 +395,8 @@ class EngineClient:
             case Stats() if self._stats is not None:
                 self._stats.set_result(reply)
                 self._stats = None
+            case ModelInfo():
+                self._info = reply
             case Pong() if self._pong is not None:
                 self._pong.set_result(reply)
                 self._pong, self._step_seconds = None, reply.step_seconds

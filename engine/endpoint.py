@@ -76,6 +76,10 @@ class Endpoint:
         frames = b"".join([encode(reply) for reply in replies])
         self._loop.call_soon_threadsafe(self._write, connection, frames)
 
+    def introduce(self, info: ModelInfo) -> None:
+        """What the model is to be known by from now on, to who is connected and to who will be."""
+        self._loop.call_soon_threadsafe(self._introduce, encode(info))
+
     def close(self) -> None:
         """Sends what is still buffered, then removes the socket."""
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
@@ -112,6 +116,10 @@ class Endpoint:
                 self._writer = None
             writer.close()
             self.inbox.put(Gone(connection))
+
+    def _introduce(self, frame: bytes) -> None:
+        self._hello = frame
+        self._write(self._connection, frame)
 
     def _write(self, connection: int, frames: bytes) -> None:
         if connection == self._connection and self._writer is not None:

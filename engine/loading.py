@@ -6,17 +6,23 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.api import PAGE, EngineConfig, ModelInfo
+from engine.device.arena import Arena, Division, Shapes
+from engine.device.driver import DriverError
+from engine.device.memory import Sizes
+from engine.device.partition import Experts, Partition, Policy
+from engine.device.virtual import HostMemory
 from engine.layers.loader import Loader
-from engine.layers.ops import Ops
+from engine.layers.ops import CPU, Ops
 from engine.layers.reference import ReferenceOps
 from engine.memory.memory import Memory
+from engine.memory.resize import DoesNotFit
 from engine.memory.restore import layer_groups
 from engine.memory.store import StateStore
 from engine.models.fields import MOST_CONTEXT, read_config
@@ -39,14 +45,20 @@ OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
 
 MAX_CHECKPOINTS = 4096
 """Only toy models reach it."""
+_GRANULE = 256 << 10
+"""In which memory is had where the processor computes."""
 _DEFAULTS = EngineConfig("")
 
 
 @dataclass(frozen=True)
 class Engine:
+    """``longest``: tokens of a sequence that the model takes, if there are pages for them."""
+
     info: ModelInfo
     runner: Runner
     memory: Memory
+    partition: Partition
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,18 @@ class _Checkpoint:
 
 @dataclass(frozen=True)
 class _Built:
-    """A model that can run. ``kernels`` and ``instruction_set``: what computes."""
+    """A model that can run. ``kernels`` and ``instruction_set``: what computes. ``division``: of its memory, by
+    ``policy``; ``experts``, if there are slots for them. ``context``: the longest that there may be room for."""
 
     runner: Runner
     source: Source
     room: _Room
     kernels: str
     instruction_set: str
+    division: Division
+    context: int
+    policy: Policy = field(default_factory=Policy)
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -143,14 +160,15 @@ def _engine(
         architecture=checkpoint.architecture.name,
         fingerprint=identity,
         vocab_size=built.runner.model.vocab_size,
-        context_length=room.context(checkpoint.context),
+        context_length=built.context,
         recurrent=bool(manifest.recurrent),
         max_sequences=config.max_sequences,
         instruction_set=built.instruction_set,
         dtype=dtype,
         incarnation=uuid.uuid4().hex,
     )
-    return Engine(info, built.runner, memory)
+    partition = Partition(built.division, memory, built.policy, built.experts)
+    return Engine(info, built.runner, memory, partition, checkpoint.context)
 
 
 def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -> _Built:
@@ -164,11 +182,17 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
     if size > machine:
         raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
+    sizes = Sizes(0, room.pages, room.states(live))
+    most = replace(sizes, pages=machine // manifest.page_bytes(source.dtype))
+    if manifest.recurrent:
+        most = replace(most, states=min(machine // manifest.slot_bytes, room.states(live) + MAX_CHECKPOINTS))
+    shapes = Shapes(manifest, source.dtype, stride=0)
     try:
-        runner = Runner(model, ops, source.dtype, pages=room.pages, slots=room.states(live))
-    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for it
+        arena = Arena(HostMemory(machine, _GRANULE), shapes, sizes=sizes, most=most, budget=machine, device=CPU)
+    except (DoesNotFit, DriverError) as error:
         raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
-    return _Built(runner, source, room, config.kernels, instruction_set)
+    runner = Runner(model, ops, source.dtype, cache=arena.memory.cache)
+    return _Built(runner, source, room, config.kernels, instruction_set, arena, room.context(checkpoint.context))
 
 
 def _on_device(
@@ -198,9 +222,11 @@ def _on_device(
     from engine.device.load import load_runner  # Triton, which a machine without a GPU need not have
 
     source = Source(checkpoint.directory, config.dtype)
-    pages = -(-room.context(context) // PAGE) + 1
-    runner = load_runner(config, architecture, source, context, pages, plan, machine, progress)
-    return _Built(runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}")
+    loaded = load_runner(config, architecture, source, context, plan, machine, progress)
+    return _Built(
+        loaded.runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}",
+        loaded.division, min(context, (loaded.division.most.pages - 1) * PAGE), loaded.policy, loaded.experts,
+    )  # fmt: skip
 
 
 def _check(config: EngineConfig) -> None:

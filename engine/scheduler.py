@@ -62,6 +62,8 @@ class Scheduler:
     ) -> None:
         self.info: ModelInfo = engine.info
         self.memory = engine.memory
+        self.partition = engine.partition
+        self._longest = engine.longest
         self.runner = engine.runner
         self._grid = engine.runner.model.manifest.grid
         self._config = config
@@ -120,6 +122,7 @@ class Scheduler:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
         while idle, too: what has settled goes to the store."""
         self.memory.tick(self._clock())
+        self.partition.tick(self._clock(), self._token_seconds)
         if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
             for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
                 self._preempt(sequence)
@@ -163,7 +166,14 @@ class Scheduler:
 
     def admin(self, command: Admin) -> Callable[[], AdminReply]:
         """What is returned may take long and may be called in another thread."""
-        return admin(self.memory, command)
+        answer = admin(self.memory, self.partition, command)
+        if not self.partition.grows:
+            self.info = replace(self.info, context_length=min(self._longest, (self.memory.pool.total - 1) * PAGE))
+        return answer
+
+    def _token_seconds(self) -> float:
+        """Of one more token in a chunk."""
+        return self.pace.forward_seconds(self._config.chunk_tokens) / self._config.chunk_tokens
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -48,8 +48,8 @@ EXIT_ENGINE = 4
 EXIT_ORPHAN = 5
 """Whoever started this worker is gone, and the engine did not come to a stop by itself."""
 
-IDLE_SECONDS = 1.0
-"""How often an idle engine looks after its store."""
+IDLE_SECONDS = 0.5
+"""How often an idle engine looks after its store and its memory."""
 FLUSH_SECONDS = 10.0
 """What the store has to write when the worker ends, it has to write within about as long."""
 BUSY_SECONDS = 10.0
@@ -220,7 +220,10 @@ class Worker:
             case Incoming(connection, GetStats()):
                 self._endpoint.send(connection, [self._scheduler.stats()])
             case Incoming(connection, Admin() as command):
+                before = self._scheduler.info
                 work = self._scheduler.admin(command)
+                if self._scheduler.info != before:
+                    self._endpoint.introduce(self._scheduler.info)
                 threading.Thread(target=self._answer, args=(connection, command.id, work), daemon=True).start()
             case Incoming(_, Shutdown()):
                 self._stopping = True

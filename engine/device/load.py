@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import resource
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from engine.api import EngineConfig, StoreSettings
+from engine.api import PAGE, EngineConfig, StoreSettings
+from engine.device.arena import Division
+from engine.device.divide import divide, policy
 from engine.device.driver import Driver, DriverError
 from engine.device.hosted import Hosted
 from engine.device.machine import Machine
-from engine.device.memory import DeviceMemory, allocate
+from engine.device.memory import DeviceMemory
+from engine.device.partition import Policy
 from engine.device.plan import Plan
 from engine.device.runner import DeviceRunner
 from engine.experts.executor import Executor
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.prefill import SUFFIX
+from engine.experts.residency import Residency
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
@@ -54,26 +59,36 @@ class _Filling:
         return sums_of(self.then, x, ids, weights, layer)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """``experts``: those whose number on the device may change."""
+
+    runner: DeviceRunner
+    division: Division
+    policy: Policy
+    experts: Residency | None
+
+
 def load_runner(
     config: EngineConfig,
     architecture: Architecture,
     source: Source,
     context: int,
-    pages: int,
     plan: Plan,
     machine: Machine,
     progress: Progress,
-) -> DeviceRunner:
-    """``context`` tokens of ``pages`` pages at the most. Raises CheckpointError."""
+) -> Loaded:
+    """``context`` tokens at the most. Raises CheckpointError."""
     what, device = plan.outline, machine.device
     try:
         pool = Pool(plan.layout, what.layers, what.experts)
         filling = _Filling(pool)
         ops = DeviceOps(filling, device)
         model = architecture.build(Loader(source, ops, device), context, progress)
-        memory = allocate(what.manifest, what.dtype, plan.stride, plan.sizes, device)
+        division = divide(plan, machine)
     except (RuntimeError, MemoryError, ValueError) as error:  # torch has no error of its own for memory
         raise BadConfig(f"the model cannot be loaded: {error}") from error
+    memory = division.memory
     driver = _opened(machine)
     hosted = _host(config, memory, machine, driver)
     offloaded: OffloadedExperts | None = None
@@ -84,13 +99,16 @@ def load_runner(
         )
     else:
         filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
+        offloaded.residency.resize(division.sizes.slots)
+    pages = min(-(-context // PAGE) + 1, division.most.pages)
     runner = DeviceRunner(
         model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
         most=min(plan.rows, config.max_sequences), device=device,
     )  # fmt: skip
     runner.prepare(progress)
     _log.info("%s: %s", machine.gpu, plan.told())
-    return runner
+    residency = None if offloaded is None or plan.mode == "cpu" else offloaded.residency
+    return Loaded(runner, division, policy(plan, machine), residency)
 
 
 def _offload(

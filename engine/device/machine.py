@@ -10,6 +10,7 @@ import torch
 
 from engine.device.driver import CudaDriver, Driver
 from engine.device.staging import Lanes
+from engine.device.virtual import CudaMemory, VirtualMemory
 from engine.native.library import find_library, load_library
 from engine.weights.errors import BadConfig
 
@@ -21,7 +22,8 @@ MARGIN = 1 << 30
 class Machine:
     """``kind``: what computes, as far as results depend on it. ``gpu``: its name, as a bandwidth profile has it.
     ``free``: bytes of its memory nobody has. ``driver`` opens the driver; raises DriverError and NativeLibraryError.
-    ``lanes``: beside what is computed; None where the processor can address the device's memory."""
+    ``lanes``: beside what is computed; None where the processor can address the device's memory.
+    ``virtual`` opens its virtual memory; raises DriverError where it has none."""
 
     device: torch.device
     kind: str
@@ -29,6 +31,7 @@ class Machine:
     free: int
     driver: Callable[[], Driver]
     lanes: Callable[[], Lanes] | None = None
+    virtual: Callable[[], VirtualMemory] | None = None
 
 
 def find_machine() -> Machine:
@@ -42,7 +45,7 @@ def find_machine() -> Machine:
     free, _ = torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)
     kind, name = f"sm_{major}{minor}", torch.cuda.get_device_name(device)
-    return Machine(device, kind, name, free, _cuda_driver, lambda: _cuda_lanes(device))
+    return Machine(device, kind, name, free, _cuda_driver, lambda: _cuda_lanes(device), lambda: CudaMemory(device))
 
 
 def _cuda_driver() -> Driver:

@@ -25,7 +25,7 @@ class Sizes:
         return (self.slots + 1) * stride + pages + states
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DeviceMemory:
     """``slots`` uint8 [slots + 1, stride], the scratch slot last; ``keys`` and ``values`` [pages, 64, kv_heads,
     head_dim] of each attention layer; ``states`` float32 [states, ...] for each entry of ``Manifest.recurrent``."""

@@ -49,13 +49,15 @@ class Experts(Protocol):
 @dataclass(frozen=True)
 class Policy:
     """``least_slots`` and ``least_pages`` are never given up. ``experts`` there are, and what a part of one costs
-    in seconds that is not on the device. ``floor``: bytes of the device that are left to others; None: nobody is."""
+    in seconds that is not on the device. ``floor``: bytes of the device that are left to others; None: nobody is.
+    ``grows``: there are more pages when they run short."""
 
     least_slots: int = 1
     least_pages: int = 2
     experts: int = 0
     part_seconds: float = 0.0
     floor: int | None = None
+    grows: bool = False
 
 
 class Partition:
@@ -78,8 +80,13 @@ class Partition:
         self._enlarged = -KEEP_SECONDS
         self._recent = _Recent()
         self._counts = Counter(dict.fromkeys(("moves", "given_back_bytes", "taken_bytes"), 0))
-        if experts is not None:
+        if self._policy.grows:
             memory.enlarge = self.enlarge
+
+    @property
+    def grows(self) -> bool:
+        """Whether there are more pages when they run short."""
+        return self._policy.grows
 
     @property
     def sizes(self) -> Sizes:
@@ -122,17 +129,17 @@ class Partition:
                 return True
         return False
 
-    def tick(self, now: float, token_seconds: float) -> None:
+    def tick(self, now: float, token_seconds: Callable[[], float]) -> None:
         """Between steps. ``token_seconds``: what one more token of a prompt takes."""
         self._now = now
-        if self._experts is None or not self._division.elastic:
+        if not self._division.elastic:
             return
         if self._policy.floor is not None and now - self._looked >= LOOK_SECONDS:
             self._looked = now
             self._make_way(self._policy.floor)
-        if now - self._planned >= PLAN_SECONDS:
+        if self._experts is not None and now - self._planned >= PLAN_SECONDS:
             self._planned = now
-            self._plan(self._experts, token_seconds)
+            self._plan(self._experts, token_seconds())
 
     def give_back(self, nbytes: int) -> int:
         """Leave so many bytes to others: of experts first, then of pages that no sequence has. -> how many were."""

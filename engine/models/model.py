@@ -68,7 +68,7 @@ def all_there(layer: int) -> None:
     """No layer has to wait."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cache:
     """All sequences' state. ``keys`` and ``values``: one [pages, 64, kv_heads, head_dim] per attention layer;
     ``states``: one [slots, ...] per entry of ``Manifest.recurrent``. A forward calls ``wait`` with the number of each

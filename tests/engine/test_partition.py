@@ -48,7 +48,7 @@ class Machine:
         self.memory = Memory(self, "f", pages=pages, live=LIVE, checkpoints=checkpoints, recurrent=True)  # type: ignore[arg-type]
         self.residency = Residency.create(LAYOUT, LAYERS, EXPERTS, MOST.slots, CPU)
         self.residency.resize(slots)
-        policy = Policy(least_slots=2, least_pages=4, experts=MOST.slots, part_seconds=1e-3, floor=floor)
+        policy = Policy(least_slots=2, least_pages=4, experts=MOST.slots, part_seconds=1e-3, floor=floor, grows=True)
         self.partition = Partition(self.arena, self.memory, policy, self.residency)
         self.now = 0.0
         self.running: list[tuple[Lease, list[int], int]] = []
@@ -118,7 +118,7 @@ class Machine:
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.partition.tick(self.now, token_seconds=1e-3)
+        self.partition.tick(self.now, lambda: 1e-3)
 
     def state(self, lease: Lease) -> float:
         values = self.arena.memory.states[0][lease.slot]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.api import EngineConfig
 from engine.checkpoint import main, write_tiny
+from engine.device.virtual import OutOfMemory
 from engine.loading import load_engine
 from engine.weights import errors
 from engine.weights.fingerprint import fingerprint
@@ -285,9 +286,9 @@ def test_configuration_that_cannot_be(tiny: Callable[..., Path]) -> None:
 
 def test_memory_that_cannot_be_had(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("can't allocate memory")
+        raise OutOfMemory("can't allocate memory")
 
-    monkeypatch.setattr("engine.loading.Runner", refused)
+    monkeypatch.setattr("engine.loading.Arena", refused)
     refuse(tiny("qwen3_moe"), errors.BadConfig, "kv_bytes", "cannot be had")
 
 

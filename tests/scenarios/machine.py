@@ -14,6 +14,10 @@ import torch
 from hash_model import HashModel, Truth
 
 from engine.api import Admitted, Anchor, Done, EngineConfig, Failed, ModelInfo, Request, Reuse, Sampling, Tokens
+from engine.device.arena import FixedArena, Shapes
+from engine.device.memory import Sizes, allocate
+from engine.device.partition import Partition
+from engine.layers.ops import CPU
 from engine.layers.reference import ReferenceOps
 from engine.loading import Engine
 from engine.memory.memory import Memory
@@ -154,14 +158,14 @@ class Machine:
     def _hash_engine(self) -> Engine:
         setup = self.setup
         model = HashModel(setup.vocab, extra=setup.extra)
-        runner = Runner(
-            model, ReferenceOps(), torch.float32, pages=setup.pages, slots=1 + setup.live + setup.checkpoints
-        )
+        sizes = Sizes(0, setup.pages, 1 + setup.live + setup.checkpoints)
+        device = allocate(model.manifest, torch.float32, 0, sizes, CPU)
+        runner = Runner(model, ReferenceOps(), torch.float32, cache=device.cache)
         store = self._open(
             f"weights {setup.weights}", model.manifest.page_components(torch.float32), model.manifest.state_components
         )
         memory = Memory(
-            runner,
+            runner.mover,
             f"weights {setup.weights}",
             pages=setup.pages,
             live=setup.live,
@@ -182,7 +186,8 @@ class Machine:
             dtype="float32",
             incarnation=f"{self._lives}",
         )
-        return Engine(info, runner, memory)
+        partition = Partition(FixedArena(device, Shapes(model.manifest, torch.float32, 0), sizes), memory)
+        return Engine(info, runner, memory, partition, setup.context)
 
     def _open(self, fingerprint: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore | None:
         if not self.setup.store:
