@@ -92,6 +92,12 @@ class InPlace:
     def page_in(self, page: int, tokens: int, parts: slice, source: Staged | None = None) -> Place:
         return Place(self._page(page, tokens, parts), -1, parts)
 
+    def pages_in(self, pages: Sequence[int], parts: slice, sources: Sequence[Staged]) -> Place:
+        for page, source in zip(pages, sources, strict=True):
+            for view, data in zip(self._page(page, PAGE, parts), source[parts], strict=True):
+                view[:] = data
+        return Place((), -1, parts)
+
     def state_in(self, slot: int, parts: slice, source: Staged | None = None) -> Place:
         return Place(self._state(slot, parts), slot, parts)
 

@@ -58,6 +58,11 @@ PARTS = {
         ("engine.device.check_offload", "step", "{library}"),
         180,
     ),
+    "checkpoints": Part(
+        "pages and states to host memory and back, against the link",
+        ("engine.device.check_checkpoints", "{library}"),
+        60,
+    ),
     "serve": Part(
         "the scheduler over offloaded experts, against the CPU's", ("engine.device.check_serve", "{library}"), 180
     ),

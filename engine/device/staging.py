@@ -220,8 +220,8 @@ class Room:
         return self._ring_start + region.start
 
     def views(self, offset: int, lengths: Rows) -> list[memoryview]:
-        ends = offset + np.cumsum(lengths)
-        return [self._view[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+        starts = offset + _starts(lengths)
+        return [self._view[at : at + size] for at, size in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
 class HostStaged(Staged):
@@ -229,7 +229,9 @@ class HostStaged(Staged):
 
     def __init__(self, room: Room, block: Block, lengths: Rows) -> None:
         super().__init__(room.views(block.offset, lengths))
-        self.block, self.lengths = block, lengths
+        self.block = block
+        self.address = room.device + block.offset
+        """As the device sees it."""
         self.event: Event | None = None
         self._room = room
 
@@ -244,10 +246,6 @@ class HostStaged(Staged):
     def drop(self) -> None:
         self._room.give(self.block, self.event)
 
-    def place(self, parts: slice) -> int:
-        """Where the first of these components is, as the device sees it."""
-        return self._room.device + self.block.offset + int(self.lengths[: parts.start or 0].sum())
-
 
 @dataclass(frozen=True)
 class Place:
@@ -255,8 +253,8 @@ class Place:
 
     data: Buffers
     rest: slice | None
-    rows: tuple[int, Rows, Rows]
-    """Where it is, where its components go, bytes of each."""
+    rows: tuple[Rows, Rows, Rows]
+    """Where components are, where they go, bytes of each."""
     state: bool
     region: Region | None = None
 
@@ -386,7 +384,7 @@ class Staging:
         gathered, offset = self._gathered.data_ptr(), 0
         for parts, size in chunks:
             region = self._region(size)
-            packed = gathered + region.start + np.cumsum(lengths[parts]) - lengths[parts]
+            packed = gathered + region.start + _starts(lengths[parts])
             flag = 2 * block.flag + shape.half
             self._rows.append(rows(shape.places(number, parts), packed, lengths[parts], flag))
             self._copies.append((region, staged, offset))
@@ -431,16 +429,25 @@ class Staging:
         state, lengths = shape is self._states, shape.lengths(tokens)[parts]
         places = shape.places(number, parts)
         if isinstance(source, HostStaged):
-            return Place((), None, (source.place(parts), places, lengths), state)
+            return Place((), None, (source.address + _starts(shape.lengths(tokens))[parts], places, lengths), state)
         count = next(_chunks(lengths, self._room.ring.capacity)).stop
         region = self._room.ring.take(int(lengths[:count].sum()))
         if region is None:
             return None
         first, stop, _ = parts.indices(len(shape.sizes))
         rest = slice(first + count, stop) if count < len(lengths) else None
-        at = self._room.region(region)
-        data = self._room.views(at, lengths[:count])
-        return Place(data, rest, (self._room.device + at, places[:count], lengths[:count]), state, region)
+        at, places, lengths = self._room.region(region), places[:count], lengths[:count]
+        data, sources = self._room.views(at, lengths), self._room.device + at + _starts(lengths)
+        return Place(data, rest, (sources, places, lengths), state, region)
+
+    def pages_in(self, pages: Sequence[int], parts: slice, sources: Sequence[Staged]) -> Place:
+        shape, sizes = self._pages, self._pages.sizes[parts]
+        blocks = np.array([one.address for one in sources if isinstance(one, HostStaged)], np.int64)[:, None]
+        targets = shape.bases[parts] + np.array(pages, np.int64)[:, None] * sizes
+        lengths = np.broadcast_to(sizes, targets.shape)
+        return Place(
+            (), None, ((blocks + _starts(shape.sizes)[parts]).ravel(), targets.ravel(), lengths.ravel()), state=False
+        )
 
     def land(self, landings: Sequence[Landing]) -> Arrival:
         """All in one launch, after what was computed so far."""
@@ -448,9 +455,7 @@ class Staging:
         flag = self._word() if any(one.state for one in landed) else None
         moves: list[Rows] = []
         for one in landed:
-            start, places, lengths = one.rows
-            packed = start + np.cumsum(lengths) - lengths
-            moves.append(rows(packed, places, lengths, -1 if flag is None or not one.state else 2 * flag))
+            moves.append(rows(*one.rows, -1 if flag is None or not one.state else 2 * flag))
         self._lanes.wait("in", self._lanes.record("main"))
         self._lanes.move("in", np.concatenate(moves), self._flags)
         event = self._lanes.record("in")
@@ -473,6 +478,11 @@ def rows(sources: Rows, targets: Rows, lengths: Rows, flag: int = -1) -> Rows:
     done = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
     size = np.minimum(lengths[of] - done, _PIECE)
     return np.stack((sources[of] + done, targets[of] + done, size, np.full_like(done, flag)), axis=1)
+
+
+def _starts(lengths: Rows) -> Rows:
+    """Of components of so many bytes, one after the other."""
+    return np.cumsum(lengths) - lengths
 
 
 def _chunks(lengths: Rows, most: int) -> Iterator[slice]:

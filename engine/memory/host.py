@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.memory.queue import LeastFirst
@@ -25,8 +25,8 @@ RETRY_SECONDS = 10.0
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A page, or a state, in host memory, or on its way there. ``pending``: not seen to have arrived yet, or not taken
-    by the store behind. ``gone``: only who holds it still needs it."""
+    """A page, or a state, in host memory, or on its way there. ``arrived``: seen to be here, and to have only finite
+    numbers. ``pending``: not so, or not taken by the store behind. ``gone``: only who holds it still needs it."""
 
     parent: bytes
     key: bytes | None
@@ -41,20 +41,22 @@ class Held:
     superseded: bool = False
     used: int = 0
     holds: int = 0
+    arrived: bool = False
     pending: bool = True
     gone: bool = False
+    tier: Literal["host"] = "host"
+    size: int = field(init=False)
 
-    @property
-    def tier(self) -> Literal["host"]:
-        return "host"
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.data))
 
     @property
     def tail(self) -> bytes:
         return self.tokens
 
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.data))
+    def wait(self) -> bool:
+        """Until it is here; False if some of its numbers are not finite."""
+        return self.arrived or self.data.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +154,11 @@ class HostTier:
     def pages(self, parent: bytes, keys: Sequence[bytes], tokens: bytes) -> Sequence[PageRef]:
         found: list[PageRef] = []
         while (at := len(found)) < len(keys):
-            rest = tokens[PAGE_BYTES * at :]
             here = self._keys.get(keys[at])
-            if here is not None and here.parent == parent and here.tokens == rest[:PAGE_BYTES]:
+            start = PAGE_BYTES * at
+            if here is not None and here.parent == parent and here.tokens == tokens[start : start + PAGE_BYTES]:
                 found.append(here)
-            elif self.behind is not None and (more := self._until_here(parent, keys[at:], rest)):
+            elif self.behind is not None and (more := self._until_here(parent, keys[at:], tokens[start:])):
                 found += more
             else:
                 break
@@ -362,7 +364,8 @@ class HostTier:
         """What has arrived, in order."""
         while self._arriving and self._arriving[0].data.ready():
             one = self._arriving.popleft()
-            if not one.data.wait():
+            one.arrived = one.data.wait()
+            if not one.arrived:
                 self.not_finite += not one.state
                 self._remove(one)
             elif self.behind is None:

@@ -189,8 +189,8 @@ class PageIndex:
             mine = session is None or node.session == session
             return mine and not (node.children or self._pool.held(node.page) or (useless and node.checkpoints))
 
-        while gone := [node for node in self.nodes() if going(node)]:
-            for node in gone:
+        for node in reversed(list(self.nodes())):  # children before their parents
+            if going(node):
                 self.remove(node)
 
     def remove(self, node: Node) -> None:

@@ -68,6 +68,9 @@ class Mover(Protocol):
         """Room for what is to be read into a page; None if there is none now. ``source``: where it is already, all
         components of it; it must stay until the arrival is done."""
 
+    def pages_in(self, pages: Sequence[int], parts: slice, sources: Sequence[Staged]) -> Landing:
+        """Many whole pages that are in host memory already, each."""
+
     def state_in(self, slot: int, parts: slice, source: Staged | None = None) -> Landing | None: ...
 
     def land(self, landings: Sequence[Landing]) -> Arrival:

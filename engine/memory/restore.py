@@ -51,7 +51,9 @@ def layer_groups(pages: Sequence[int], states: Sequence[int], most: int = LAYER_
     return tuple(groups)
 
 
-Stage = Callable[[slice, Staged | None], Landing | None]
+Stage = Callable[[slice], Landing | None]
+_Numbered = tuple[int, PageRef]
+"""A page, and how many are before it."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class Restore:
         """Ask for everything, as far as there is room for it, group by group, in each the state first. Without one
         page, a plan can reach as far as what lies before it."""
         self._mover, self._slot, self._begun = mover, slot, time.perf_counter()
-        self._todo.extend(self._pieces(mover, slot, table))
+        self._todo.extend(self._pieces(mover, slot, table, *self._sorted()))
         self._ask()
 
     def poll(self) -> bool:
@@ -181,14 +183,36 @@ class Restore:
         self._look(wait=True)
         return True
 
-    def _pieces(self, mover: Mover, slot: int, table: Sequence[int]) -> Iterator[_Piece]:
+    def _sorted(self) -> tuple[list[_Numbered], list[_Numbered]]:
+        """Whole pages that are in host memory, and all others. What turned out to be no numbers there is lost."""
+        here: list[_Numbered] = []
+        others: list[_Numbered] = []
+        for at, ref in enumerate(self._pages, self._first):
+            if isinstance(ref, Held) and not ref.wait():
+                self.limit = min(self.limit, PAGE * at)
+            else:
+                (here if isinstance(ref, Held) and ref.key is not None else others).append((at, ref))
+        return here, others
+
+    def _pieces(
+        self, mover: Mover, slot: int, table: Sequence[int], here: list[_Numbered], others: list[_Numbered]
+    ) -> Iterator[_Piece]:
+        """What is in host memory comes at once, all pages together."""
+        state = self.state
+        if isinstance(state, Held) and not state.wait():
+            self.limit = min(self.limit, self.position - 1)
+            state = None
+        pages, sources = [table[at] for at, _ in here], [ref.data for _, ref in here if isinstance(ref, Held)]
         for number, group in enumerate(self._groups):
-            if self.state is not None and not _empty(group.states):
-                state = partial(mover.state_in, slot)
-                yield _Piece(number, self.position - 1, self.state, group.states, state)
-            for at, ref in enumerate(() if _empty(group.pages) else self._pages, self._first):
-                page = partial(mover.page_in, table[at], len(ref.tokens) // 4)
-                yield _Piece(number, PAGE * at, ref, group.pages, page)
+            if state is not None and not _empty(group.states):
+                stage: Stage = partial(mover.state_in, slot, source=_data(state))
+                yield _Piece(number, self.position - 1, state, group.states, stage)
+            if here and not _empty(group.pages):
+                stage = partial(mover.pages_in, pages, sources=sources)
+                yield _Piece(number, self.position, here[0][1], group.pages, stage)
+            for at, ref in () if _empty(group.pages) else others:
+                stage = partial(mover.page_in, table[at], len(ref.tokens) // 4, source=_data(ref))
+                yield _Piece(number, PAGE * at, ref, group.pages, stage)
 
     def _ask(self) -> None:
         """Begin to read as much as there is room for."""
@@ -196,13 +220,8 @@ class Restore:
         pending: list[tuple[_Piece, Landing]] = []
         while self._todo:
             piece = self._todo[0]
-            source = piece.ref.data if isinstance(piece.ref, Held) else None
-            if source is not None and not source.wait():
-                self.limit = min(self.limit, piece.limit)
-                self._todo.popleft()
-                continue
             first = piece.parts.start or 0
-            landing = piece.stage(piece.parts, source)
+            landing = piece.stage(piece.parts)
             if landing is None:
                 break
             if landing.rest is None:
@@ -212,6 +231,8 @@ class Restore:
             pending.append((piece, landing))
             if landing.data:
                 read.append((piece, landing, first))
+        if not pending:
+            return
         readings = iter(self._store.read_parts([(piece.ref, landing.data, first) for piece, landing, first in read]))
         for piece, landing in pending:
             reading = next(readings) if landing.data else None
@@ -275,6 +296,10 @@ class Restore:
         if self._held:
             self._held = False
             self._store.release(self._refs)
+
+
+def _data(ref: PageRef | StateRef) -> Staged | None:
+    return ref.data if isinstance(ref, Held) else None
 
 
 def _empty(parts: slice) -> bool:
