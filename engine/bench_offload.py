@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ EXAMPLES = """examples:
   ft bench offload                                     Qwen3.6-35B-A3B in MXFP4 with 8 GB for experts
   ft bench offload --format bf16 --layers 20           as many layers as host memory holds
   ft bench offload --shape deepseek-v4 --layers 12 --caps 8,24,32 --hits 70,90
+  ft bench offload --layers 10 --caps 2 --prefill 16,200,1000,8192 --behind 60000
 """
 
 SYNC = 5e-6
@@ -93,6 +94,54 @@ class Resident:
     gap: float
 
 
+@dataclass(frozen=True)
+class Suffix:
+    """A forward of ``rows`` tokens: ``seconds``, the median; ``moved`` bytes over the link; experts that were found,
+    brought after they were routed, left to the CPU, of all layers; ``ahead``: whether whole layers were brought before
+    they were routed. ``dense``: seconds when all experts are on the device; ``split``: seconds that the link or the CPU
+    takes at the least for what each did; ``pool``: seconds to bring all experts."""
+
+    rows: int
+    gigabytes: float
+    seconds: float
+    moved: float
+    found: int
+    brought: int
+    left: int
+    ahead: bool
+    dense: float
+    split: float
+    pool: float
+
+    @property
+    def bound(self) -> float:
+        """Ahead of time bytes come while layers are computed; otherwise layers wait for theirs."""
+        return max(self.dense, self.split) if self.ahead else self.dense + self.split
+
+    @property
+    def fraction(self) -> float:
+        return self.bound / self.seconds
+
+
+def show_suffixes(title: str, bandwidths: Bandwidths, results: Sequence[Suffix]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"link {bandwidths.link / 1e9:.1f}, CPU {bandwidths.cpu / 1e9:.1f} GB/s", highlight=False)
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "GB", "tokens", "ms", "tok/s", "GB moved", "found", "link", "CPU", "layers", "all on device ms", "of bound",
+        "of whole pool",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for one in results:
+        table.add_row(
+            f"{one.gigabytes:g}", str(one.rows), f"{1e3 * one.seconds:.1f}", f"{one.rows / one.seconds:.0f}",
+            f"{one.moved / 1e9:.2f}", str(one.found), str(one.brought), str(one.left),
+            "ahead" if one.ahead else "routed", f"{1e3 * one.dense:.1f}", f"{one.fraction:.0%}",
+            f"{one.seconds / one.pool:.0%}",
+        )  # fmt: skip
+    console.print(table)
+
+
 def show(title: str, bandwidths: Bandwidths, resident: Resident | None, results: Sequence[Result]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
@@ -123,6 +172,10 @@ def show(title: str, bandwidths: Bandwidths, resident: Resident | None, results:
 
 def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -164,6 +217,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--rows is from 1 to 16, and --caps are above 0")
     if not all(0 <= hits <= 100 for hits in options.hits) or not 0 <= (options.split or 0) <= 1:
         parser.error("--hits are from 0 to 100 and --split from 0 to 1")
+    if not all(rows > 0 for rows in options.prefill) or options.behind < 0:
+        parser.error("--prefill and --behind are numbers of tokens")
+    if options.prefill and (options.rows != 1 or options.kernels):
+        parser.error("--prefill is for one sequence; leave --rows and --kernels out")
     return options
 
 
@@ -172,9 +229,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("ft bench offload: torch finds no NVIDIA GPU; ft bench decode times the CPU alone", file=sys.stderr)
         return 1
+    tell = Console(stderr=True)
+    if options.prefill:
+        return suffixes(options, lambda text: tell.print(text, highlight=False))
     from engine.device.bench import Bench  # Triton, which a machine without a GPU need not have
 
-    tell = Console(stderr=True)
     try:
         bench = Bench(options, lambda text: tell.print(text, highlight=False))
         resident = None if options.no_resident else bench.all_resident()
@@ -194,6 +253,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         show(bench.title, bench.bandwidths, resident, results)
+    return 0 if all(math.isfinite(one.seconds) for one in results) else 1
+
+
+def suffixes(options: argparse.Namespace, tell: Callable[[str], None]) -> int:
+    from engine.device.bench_prefill import PrefillBench
+
+    try:
+        bench = PrefillBench(options, tell)
+        results = bench.run()
+    except (NativeLibraryError, DriverError, ExecutorError, MemoryError) as error:
+        print(f"ft bench offload: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        lines = [{**asdict(one), "bound": one.bound, "fraction": one.fraction} for one in results]
+        print(json.dumps({"title": bench.title, "bandwidths": asdict(bench.bandwidths), "suffixes": lines}))
+    else:
+        show_suffixes(bench.title, bench.bandwidths, results)
     return 0 if all(math.isfinite(one.seconds) for one in results) else 1
 
 

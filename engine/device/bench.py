@@ -25,6 +25,7 @@ from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
+from engine.experts.prefill import SUFFIX
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
@@ -98,7 +99,12 @@ class Bench:
         self._pool.fill_random()
         tell(f"pool of {self._pool.nbytes / 1e9:.1f} GB filled in {time.perf_counter() - start:.1f} s")
         self._executor = Executor(
-            self._pool, options.rows, config.top_k, options.threads, exact=not options.rounded, library=library
+            self._pool,
+            SUFFIX if options.prefill else options.rows,
+            config.top_k,
+            options.threads,
+            exact=not options.rounded,
+            library=library,
         )
         self._experts = Experts()
         self._ops = ForcedOps(self._experts, self._device)
@@ -107,7 +113,7 @@ class Bench:
         model = Qwen35Moe(config, Loader(source, self._ops, self._device), config.context, lambda *_: None)
         self._driver = CudaDriver(load_library(library))
         tell(f"memory operations: {'yes' if self._driver.memory_operations else 'no, host functions instead'}")
-        pages = -(-(options.context + 4096) // PAGE)
+        pages = -(-(options.context + max([4096, *options.prefill])) // PAGE)
         self._runner = Runner(
             model, self._ops, torch.bfloat16,
             pages=options.rows * pages + 1, slots=options.rows + 2, device=self._device,

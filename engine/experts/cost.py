@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist, median
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ _EXCHANGE = 2e4
 _DEVICE_BYTES, _DEVICE_FLOPS = 1e12, 1e14
 """Per second: of a middling GPU. What there is, is learnt."""
 _REPEATS, _MANY = 5, 16
-_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,11 @@ def uniform(rows: int, ranks: int, experts: int) -> float:
 def expected(costs: Costs, rows: int, ranks: int, experts: int) -> list[int]:
     """Rows of each expert that is used, most first: as equally likely ones have them, spread over fewer."""
     room = max(ranks, round(experts * costs.spread))
-    mean = rows * ranks / room
-    deviation = math.sqrt(mean * max(0.0, 1 - ranks / room))
-    counts = [round(mean + deviation * _NORMAL.inv_cdf((place + 0.5) / room)) for place in range(room)]
-    return sorted((count for count in counts if count > 0), reverse=True)
+    chance, below, counts = ranks / room, 0.0, list[int]()
+    for used in range(rows + 1):
+        below += _binomial(used, rows, chance)
+        counts += [used] * (round(room * below) - len(counts))
+    return [count for count in reversed(counts) if count]
 
 
 @lru_cache(maxsize=64)
@@ -153,6 +153,13 @@ def _request(executor: Executor, number: int, rows: int, ranks: int) -> float:
     start = time.perf_counter_ns()
     executor.run(number % pool.layers, x, plan, weights)
     return float(time.perf_counter_ns() - start)
+
+
+def _binomial(used: int, rows: int, chance: float) -> float:
+    if chance >= 1:
+        return float(used == rows)
+    ways = math.lgamma(rows + 1) - math.lgamma(used + 1) - math.lgamma(rows - used + 1)
+    return math.exp(ways + used * math.log(chance) + (rows - used) * math.log(1 - chance))
 
 
 def _without(rows: Sequence[int], resident: float) -> list[int]:

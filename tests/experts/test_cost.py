@@ -1,0 +1,98 @@
+"""The planner's arithmetic: what a call brings, and that no plan is worse than the ones without a choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.experts.cost import Costs, cpu_costs, expected, streams, uniform
+from engine.experts.executor import Executor
+from engine.experts.layout import FORMATS, Layout
+from engine.experts.pool import Pool
+from engine.experts.split import Split
+
+H200 = Costs(link=32e3, cpu=18e3, row=6e3, exchange=2e4, read=600.0, pair=15.0)
+"""A machine of about this size: 1.77 MB experts, 55 GB/s of link, 97 GB/s of CPU."""
+EXPERTS, RANKS = 256, 8
+
+COST = st.floats(1.0, 1e6)
+COSTS = st.builds(Costs, link=COST, cpu=COST, row=st.floats(0, 1e5), exchange=st.floats(0, 1e5), read=COST, pair=COST)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.032), (16, 0.4), (32, 0.64), (64, 0.87), (128, 0.985)])
+def test_equally_likely_experts_touch_so_much_of_a_layer(rows: int, share: float) -> None:
+    assert uniform(rows, RANKS, EXPERTS) / EXPERTS == pytest.approx(share, abs=0.01)
+    assert len(expected(H200, rows, RANKS, EXPERTS)) / EXPERTS == pytest.approx(share, abs=0.01)
+
+
+@given(COSTS, st.integers(1, 3000), st.floats(0, 1), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_short_call_is_never_worse_than_one_side_alone(costs: Costs, rows: int, resident: float, cpu: bool) -> None:
+    counts = expected(costs, rows, 2, 40)
+    chosen = costs.short(counts, resident, cpu)
+    missing = round(len(counts) * (1 - resident))
+    assert chosen <= costs.short(counts, resident, False) + missing  # costs are whole ns on the device
+    without_link = replace(costs, link=float(1 << 30)).short(counts, resident, True)
+    if cpu:
+        on_device = costs.device(len(counts), sum(counts))
+        assert chosen - on_device <= without_link + sum(counts) + missing
+
+
+@given(COSTS, st.integers(1, 4000), st.floats(0, 0.99))
+@settings(max_examples=60, deadline=None)
+def test_the_mode_is_the_faster_one(costs: Costs, rows: int, resident: float) -> None:
+    counts = expected(costs, rows, 2, 40)
+    ahead = streams(costs, rows, 2, 40, resident, True)
+    modes = costs.short(counts, resident, True), costs.stream(counts, resident, 40, costs.between * rows)
+    assert modes[ahead] == min(modes)
+
+
+def test_few_tokens_bring_what_they_need_and_many_bring_layers() -> None:
+    for resident in (0.0, 0.4):
+        chosen = [streams(H200, rows, RANKS, EXPERTS, resident, True) for rows in (16, 64, 200, 1000, 8192, 16384)]
+        assert chosen == sorted(chosen)  # one crossover
+        assert not chosen[2] and chosen[-1]
+    whole = EXPERTS * H200.link
+    assert H200.short(expected(H200, 16, RANKS, EXPERTS), 0.0, True) <= 0.3 * whole
+    assert H200.short(expected(H200, 200, RANKS, EXPERTS), 0.0, True) <= 0.9 * whole
+    assert H200.short(expected(H200, 200, RANKS, EXPERTS), 0.4, True) <= 0.6 * whole
+    assert streams(replace(H200, between=4e3), 1000, RANKS, EXPERTS, 0.0, True)  # attention hides what comes meanwhile
+
+
+def test_skewed_routing_needs_fewer_experts() -> None:
+    told = np.array([[0, 40, 20, 60]] * 4, np.int32)
+    costs, alike = H200, uniform(16, RANKS, EXPERTS)
+    for _ in range(60):
+        costs = costs.learnt(told, np.zeros((4, 3), np.int64), 4, alike)
+    assert costs.spread == pytest.approx(60 / alike, rel=0.02)
+    assert len(expected(costs, 16, RANKS, EXPERTS)) < len(expected(H200, 16, RANKS, EXPERTS))
+    assert (costs.link, costs.cpu, costs.row) == (H200.link, H200.cpu, H200.row)
+
+
+def test_costs_settle_at_what_was_measured() -> None:
+    told = np.array([[0, 40, 20, 60], [0, 5, 0, 0]], np.int32)
+    times = np.array([[2e4 + 20 * 30e3 + 60 * 10e3, 40 * 64e3, 80], [7, 7, 80]]).astype(np.int64)  # the second is older
+    costs = H200
+    for _ in range(80):
+        costs = costs.learnt(told, times, 4, 60.0)
+    assert costs.cpu * 20 + costs.row * 60 == pytest.approx(1.2e6, rel=0.02)
+    assert costs.link == pytest.approx(64e3, rel=0.02)
+    once = H200.learnt(told, times * 1000, 4, 60.0)
+    assert once.cpu <= H200.cpu * 1.2 and once.link <= H200.link * 1.2  # one stray measurement
+    assert H200.with_device(1e6, 100, 10).read > H200.read > H200.with_device(1.0, 100, 10).read
+    assert H200.with_between(9e9).with_between(500.0).between == 500.0
+    assert H200.table() == [32000, 18000, 6000, 20000, -1]
+
+
+def test_what_the_cpu_takes_is_measured() -> None:
+    pool = Pool(Layout(FORMATS["int8"], 64, 64), 1, 8)
+    pool.fill_random()
+    executor = Executor(pool, 16, 2, threads=1)
+    whole, row = cpu_costs(executor)
+    assert whole > 0 and row > 0
+    assert Costs.measured(pool.layout, Split(1, 10.0, 20.0), executor).link == 20.0 * pool.layout.parts
+    executor.close()
