@@ -49,6 +49,10 @@ Observer = Callable[[str, int, Logits], None]
 _COUNTERS = ("restored_unused", "failed_restores", "overlapped_restores", "background_tokens")
 
 
+_MANY = 512
+"""Tokens in a forward, enough for what one more costs."""
+
+
 class Scheduler:
     """Single-threaded. Every request gets Admitted, then Tokens as they are sampled, then Done; or Failed."""
 
@@ -172,8 +176,8 @@ class Scheduler:
         return answer
 
     def _token_seconds(self) -> float:
-        """Of one more token in a chunk."""
-        return self.pace.forward_seconds(self._config.chunk_tokens) / self._config.chunk_tokens
+        """Of one more token of a prompt."""
+        return self.pace.forward_seconds(_MANY) / _MANY
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -190,6 +190,22 @@ def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:
         add_server_options(question)
         question.add_argument("--json", action="store_true", help="print the server's answer as JSON")
         question.set_defaults(handler=run_ctl, ask=ask)
+    cache = add_command(
+        questions, "cache", "how the engine's memory is divided, and divide it anew",
+        "ft ctl cache", "ft ctl cache --kv 32k", "ft ctl cache --experts 2000 --kv 64k", "ft ctl cache --auto",
+    )  # fmt: skip
+    cache.add_argument("--experts", type=ctl.count, metavar="N", help="experts that the GPU holds")
+    cache.add_argument("--kv", type=ctl.count, metavar="TOKENS", help="tokens whose keys and values are held")
+    cache.add_argument("--states", type=ctl.count, metavar="N", help="checkpoints of recurrent states that are held")
+    cache.add_argument("--auto", action="store_true", help="let the engine decide again, by what saves most time")
+    add_server_options(cache)
+    cache.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+    cache.set_defaults(handler=run_ctl_cache)
+
+
+def run_ctl_cache(options: argparse.Namespace, _: Sequence[str]) -> int:
+    wanted = {name: getattr(options, name) for name in ("experts", "kv", "states", "auto")}
+    return ctl.cache(options.url, first_key(options.api_key_file), wanted, as_json=options.json)
 
 
 def run_ctl(options: argparse.Namespace, _: Sequence[str]) -> int:

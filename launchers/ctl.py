@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launchers.running import get
+from launchers.running import ServerProblem, ask, get
 
 USED = ("cached", "held", "kept")
 SIZES = {"pages": "page_bytes", "checkpoints": "checkpoint_slot_bytes"}
@@ -23,6 +24,28 @@ def health(url: str, api_key: str, *, as_json: bool) -> int:
 def stats(url: str, api_key: str, *, as_json: bool) -> int:
     """Print ``GET /v1/stats``. Raises ServerProblem."""
     show(get(url, "/v1/stats", api_key), as_json=as_json)
+    return 0
+
+
+def count(text: str) -> int:
+    """A number, with k or m for 1024 or 1024 times that: ``2000``, ``32k``."""
+    number, unit = text.strip().lower(), 1
+    if number[-1:] in ("k", "m"):
+        number, unit = number[:-1], 1 << (10 if number[-1] == "k" else 20)
+    if not number.isascii() or not number.isdigit() or len(number) > 12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: write one such as 2000, or 32k")
+    return int(number) * unit
+
+
+def cache(url: str, api_key: str, wanted: Mapping[str, int | bool | None], *, as_json: bool) -> int:
+    """Print ``GET /v1/cache``, after memory is divided as ``wanted``. Raises ServerProblem, which says what does not
+    fit."""
+    named = {name: value for name, value in wanted.items() if value is not None and value is not False}
+    if named.get("auto") and len(named) > 1:
+        raise ServerProblem("--auto is for when the engine is to decide: name no number besides it")
+    if named:
+        ask("POST", url, "/v1/cache", api_key, json=named)
+    show(ask("GET", url, "/v1/cache", api_key).json(), as_json=as_json)
     return 0
 
 

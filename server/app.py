@@ -96,6 +96,9 @@ def create_app(state: ServerState) -> Starlette:
     async def tend_store(request: Request) -> Response:
         return await upkeep.tend_store(state, request)
 
+    async def cache(request: Request) -> Response:
+        return await (upkeep.divide(state, request) if request.method == "POST" else upkeep.cache(state))
+
     async def fail(request: Request, error: Exception) -> Response:
         state.counters.errors += 1
         return _error_response(request, error)
@@ -138,6 +141,7 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/sessions/{id}/unpin", pin, methods=["POST"]),
             Route("/v1/store", store),
             Route("/v1/store/{action}", tend_store, methods=["POST"]),
+            Route("/v1/cache", cache, methods=["GET", "POST"]),
             Route("/v1/stats", stats),
             Route("/metrics", numbers),
             Route("/health", health),

@@ -29,6 +29,18 @@ _MODELS: tuple[type[BaseModel], ...] = (
 _PRIVATE = re.compile(r"(?:server__protocols__(\w+?)__)?_(\w+)")
 """A component's name as pydantic writes those of private classes; with the module where two modules have one."""
 _ANY: JsonSchemaValue = {"type": "object"}
+_COUNT = {"type": "integer", "minimum": 0}
+_DIVIDE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"experts": _COUNT, "kv": _COUNT, "states": _COUNT},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+        {"type": "object", "properties": {"auto": {"const": True}}, "required": ["auto"]},
+    ]
+}
 _FORGET = {"type": "object", "properties": {"all": {"const": True}}, "required": ["all"]}
 
 
@@ -84,6 +96,8 @@ _OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("post", "/v1/store/{action}"): _Operation(
         "Check it, free what nobody needs, or forget everything", _FORGET, body_required=False, parameters=_ACTION
     ),
+    ("get", "/v1/cache"): _Operation("How memory is divided, and what was found there"),
+    ("post", "/v1/cache"): _Operation("Divide it anew: all or nothing", _DIVIDE),
     ("get", "/v1/stats"): _Operation("Counters since the start, and gauges"),
     ("get", "/metrics"): _Operation("The same for Prometheus", answers=(_TEXT,)),
     ("get", "/health"): _Operation("Whether requests are answered; needs no key", unready=503),

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.api import AdminAction, AdminReply
-from engine.client import WorkerUnavailable
+from engine.client import EngineError, WorkerUnavailable
 from server.control import found_session
 from server.dump import Json
 from server.endpoint import read_body, read_bytes
@@ -93,6 +93,41 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
     if ours:
         await _store(state, "store_gc")
     return Json({**(reply.values if reply else {}), "sessions": sessions})
+
+
+async def cache(state: ServerState) -> Response:
+    """How the engine's memory is divided, and what that has found."""
+    reply = await _cache(state, "cache_stat")
+    try:
+        values = (await state.engine.stats()).values
+    except EngineError:
+        values = {}
+    prompt, resumed = (values.get(name, 0.0) for name in ("prompt_tokens", "resumed_tokens"))
+    return Json({**reply.values, "prompt_hit_rate": resumed / prompt if prompt else 0.0})
+
+
+async def divide(state: ServerState, request: Request) -> Response:
+    """{"experts": N, "kv": tokens, "states": N}, one of them or more: all or nothing. {"auto": true}: the engine
+    decides by itself again."""
+    body = await read_body(request, state.settings)
+    if state.keys.callers > 1:
+        raise ApiError("forbidden", "several API keys share the memory: it is set when the server is started")
+    if body == {"auto": True}:
+        arguments = {}
+    elif isinstance(body, dict) and body and all(type(value) is int and value >= 0 for value in body.values()):
+        arguments = {name: str(value) for name, value in body.items()}
+    else:
+        raise ApiError("invalid", 'say how many: {"experts": N, "kv": tokens, "states": N}, or {"auto": true}')
+    return Json({**(await _cache(state, "cache_set", **arguments)).values})
+
+
+async def _cache(state: ServerState, action: AdminAction, **arguments: str) -> AdminReply:
+    if (why := state.engine.lacks.get("store")) is not None:
+        raise ApiError("not_found", f"this server's memory is not its own: {why}")
+    reply = await _ask(state, action, **arguments)
+    if not reply.ok:
+        raise ApiError("invalid", reply.message)
+    return reply
 
 
 def _answer(reply: AdminReply) -> Response:

@@ -23,7 +23,6 @@ from engine.experts.executor import Executor
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.prefill import SUFFIX
-from engine.experts.residency import Residency
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
@@ -66,7 +65,7 @@ class Loaded:
     runner: DeviceRunner
     division: Division
     policy: Policy
-    experts: Residency | None
+    experts: OffloadedExperts | None
 
 
 def load_runner(
@@ -99,7 +98,7 @@ def load_runner(
         )
     else:
         filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
-        offloaded.residency.resize(division.sizes.slots)
+        offloaded.resize(division.sizes.slots)
     pages = min(-(-context // PAGE) + 1, division.most.pages)
     runner = DeviceRunner(
         model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
@@ -107,8 +106,7 @@ def load_runner(
     )  # fmt: skip
     runner.prepare(progress)
     _log.info("%s: %s", machine.gpu, plan.told())
-    residency = None if offloaded is None or plan.mode == "cpu" else offloaded.residency
-    return Loaded(runner, division, policy(plan, machine), residency)
+    return Loaded(runner, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)
 
 
 def _offload(

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from engine.api import PAGE
 from engine.device.arena import Division, describe
 from engine.device.driver import DriverError
 from engine.device.memory import Sizes
-from engine.experts.residency import CPU, FETCHED, HITS
+from engine.experts.residency import CPU, FETCHED, HITS, Residency
 from engine.memory.memory import Memory
 from engine.memory.resize import DoesNotFit, check_resize, resize
 from engine.memory.worth import Bounds, PageWorth, SlotWorth, Split, better
@@ -38,10 +36,10 @@ FADE = 0.8
 
 
 class Experts(Protocol):
-    """What the border needs of ``engine.experts.residency.Residency``."""
+    """What the border needs of ``engine.experts.offload.OffloadedExperts``."""
 
     @property
-    def counters(self) -> Tensor: ...
+    def residency(self) -> Residency: ...
 
     def resize(self, limit: int) -> None: ...
 
@@ -234,7 +232,7 @@ class Partition:
         return [((1 << bits) * 3 // 4, count) for bits, count in sorted(counts.items())]
 
     def _counted(self, experts: Experts) -> tuple[int, int, int]:
-        counters = experts.counters.tolist()
+        counters = experts.residency.counters.tolist()
         return counters[HITS], counters[FETCHED], counters[CPU]
 
     def _least_pages(self) -> int:

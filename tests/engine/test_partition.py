@@ -49,9 +49,12 @@ class Machine:
         self.residency = Residency.create(LAYOUT, LAYERS, EXPERTS, MOST.slots, CPU)
         self.residency.resize(slots)
         policy = Policy(least_slots=2, least_pages=4, experts=MOST.slots, part_seconds=1e-3, floor=floor, grows=True)
-        self.partition = Partition(self.arena, self.memory, policy, self.residency)
+        self.partition = Partition(self.arena, self.memory, policy, self)
         self.now = 0.0
         self.running: list[tuple[Lease, list[int], int]] = []
+
+    def resize(self, limit: int) -> None:
+        self.residency.resize(limit)
 
     def copy_page(self, source: int, target: int) -> None:
         for pages in (*self.arena.memory.keys, *self.arena.memory.values):
@@ -263,8 +266,8 @@ def test_without_virtual_memory_there_is_what_was_allocated() -> None:
     machine = Machine()
     memory = Memory(machine, "f", pages=30, live=LIVE, checkpoints=5, recurrent=True)  # type: ignore[arg-type]
     fixed = FixedArena(allocate(MANIFEST, torch.float32, LAYOUT.nbytes, sizes, CPU), SHAPES, sizes)
-    residency = Residency.create(LAYOUT, LAYERS, EXPERTS, 4, CPU)
-    partition = Partition(fixed, memory, experts=residency)
+    machine.residency = residency = Residency.create(LAYOUT, LAYERS, EXPERTS, 4, CPU)
+    partition = Partition(fixed, memory, experts=machine)
     with pytest.raises(DoesNotFit, match="31 pages: there may be 1 to 30"):
         partition.set(pages=31)
     partition.set(pages=10, slots=3, states=2)

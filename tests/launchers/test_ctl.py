@@ -97,3 +97,18 @@ def test_stats_as_json(fake_server: FakeServer, tmp_path: Path, capsys: pytest.C
 )
 def test_sizes(size: int, shown: str) -> None:
     assert ctl.in_bytes(size) == shown
+
+
+def test_memory_is_shown_and_divided(fake_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_server.answers["/v1/cache"] = (200, {"kv_tokens": 32768, "kv_bytes": 1 << 30, "prompt_hit_rate": 0.75})
+    assert main(["ctl", "cache", "--url", fake_server.url]) == 0
+    assert "32,768" in (shown := capsys.readouterr().out) and "1.0 GiB" in shown and "0.750" in shown
+    assert main(["ctl", "cache", "--kv", "32k", "--experts", "12", "--url", fake_server.url, "--json"]) == 0
+    assert fake_server.asked[-2][0] == "POST"
+    assert json.loads(fake_server.asked[-2][2]) == {"experts": 12, "kv": 32768}
+    fake_server.answers["/v1/cache"] = (400, {"error": {"message": "12 slots need 9 bytes, and there are 8"}})
+    assert main(["ctl", "cache", "--kv", "2m", "--url", fake_server.url]) == 1
+    assert "need 9 bytes, and there are 8" in capsys.readouterr().err
+    assert main(["ctl", "cache", "--auto", "--kv", "1", "--url", fake_server.url]) == 1
+    with pytest.raises(SystemExit):
+        main(["ctl", "cache", "--kv", "many"])

@@ -1,0 +1,74 @@
+"""Memory is divided anew while a conversation goes on, through the server and its command line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from launchers.cli import main
+from tests.process.support import HANG_SECONDS
+from tests.process.test_serve import Serve, chat, start
+
+__all__ = ["start"]
+
+
+def test_memory_is_divided_while_an_answer_is_written(
+    start: Serve, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer is the same; what does not fit is refused with the numbers, and nothing of it has happened."""
+    url = start(tiny, kv_bytes=16 << 20).ready()["url"]
+
+    def write() -> str:
+        answer = httpx.post(**chat(url, 400, temperature=0, messages=[{"role": "user", "content": "hello " * 60}]))
+        answer.raise_for_status()
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def ask(body: Any) -> httpx.Response:
+        return httpx.post(f"{url}/v1/cache", json=body, timeout=HANG_SECONDS)
+
+    def shown() -> dict[str, float]:
+        found: dict[str, float] = httpx.get(f"{url}/v1/cache", timeout=HANG_SECONDS).raise_for_status().json()
+        return found
+
+    def context() -> int:
+        models = httpx.get(f"{url}/v1/models", timeout=HANG_SECONDS).raise_for_status().json()
+        return int(models["data"][0]["context_length"])
+
+    wanted, before = write(), shown()
+    got: list[str] = []
+    writer = threading.Thread(target=lambda: got.append(write()))
+    writer.start()
+    sizes = [2048, 8192, 1280, 1024, 4096]
+    while writer.is_alive():
+        tokens = sizes[len(sizes) % 5]
+        sizes.append(tokens)
+        divided = ask({"kv": tokens, "states": 4})
+        assert divided.status_code == 200, divided.text
+        assert divided.json()["kv_tokens"] == tokens and divided.json()["states"] == 4
+    writer.join()
+    assert got == [wanted] and len(sizes) > 8 and write() == wanted
+    assert before["kv_bytes"] <= 16 << 20 and shown()["moves"] >= 4
+
+    assert ask({"kv": 4096}).status_code == 200 and context() == 4096 - 64
+    for body, says in (
+        ({"kv": 1 << 45}, "pages: there may be 1 to"),
+        ({"kv": 64}, "64 tokens are below the least, 128"),
+        ({"experts": 5}, "experts have no slots here"),
+        ({"pages": 5}, "experts, kv (tokens) and states can be set"),
+        ({"kv": "many"}, "say how many"),
+        ({}, "say how many"),
+        ([], "say how many"),
+    ):
+        refused = ask(body)
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]
+    assert shown()["kv_tokens"] == 4096
+    assert main(["ctl", "cache", "--url", url, "--kv", "3k", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kv_tokens"] == 3072 and 0 < told["prompt_hit_rate"] < 1 and told["held_bytes"] > 0
+    assert main(["ctl", "cache", "--url", url, "--experts", "1"]) == 1
+    assert "experts have no slots here" in capsys.readouterr().err
