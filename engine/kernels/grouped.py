@@ -43,12 +43,16 @@ class Tile:
 
 
 FEW, SOME, MANY = 0, 1, 2
-"""Up to 16 pairs an expert on average, up to 64, or more; the last take 148 KB of shared memory."""
+"""Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
-    "bf16": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3)),
-    "int8": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3)),
-    "mxfp4": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3)),
+    "bf16": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4)),
+    "int8": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+    "mxfp4": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 }
+"""Decoding a block takes about as long as its product: there, two programs share a multiprocessor. The largest tile
+takes 192 KB of shared memory, and those of few pairs less than 100."""
+HALVED = 128
+"""Pairs of a tile from which on an expert's last one may be half as large."""
 SUMS = 1024
 """Numbers that one program adds up."""
 
@@ -75,43 +79,67 @@ def _expert_of(start, number, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexp
 
 
 @triton.jit
-def _weights(words, offset, KIND: tl.constexpr, K: tl.constexpr, like):
-    """Weights [K, columns]. ``words`` [columns]: where the first block of each column's panel begins; ``offset``: the
-    tile's, from there; ``like`` has the type of the product."""
-    column = tl.arange(0, words.shape[0]) % 32
+def _scales(words, KIND: tl.constexpr, K: tl.constexpr):
+    """Of every word of a tile's columns, as they are stored; loaded a tile ahead of their words, since they are too
+    small to come through shared memory. ``words`` [columns]: where the tile's first block of each column's panel is."""
+    column = tl.arange(0, words.shape[0])[:, None] % 32
     if KIND == 0:
-        k = tl.arange(0, K)
-        halves = (words + offset).to(tl.pointer_type(tl.uint16))
-        data = tl.load(tl.multiple_of(halves, 8)[None, :] + (k[:, None] * 32 + column[None, :]))
-        if like.dtype == tl.bfloat16:
-            tile = data.to(tl.bfloat16, bitcast=True)
-        else:
-            tile = (data.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(like.dtype)
+        scales = tl.zeros((1, 1), tl.int32)
     elif KIND == 1:
-        word, group = tl.arange(0, K // 4), tl.arange(0, K // 32)
-        at = word // 8 * 272 + 16 + word % 8 * 32
-        data = tl.load((words + offset)[None, :] + (at[:, None] + column[None, :])) ^ -2139062144
-        scales = (words + offset).to(tl.pointer_type(tl.float16))
-        scale = tl.load(scales[None, :] + (group[:, None] * 544 + column[None, :])).to(tl.float32)
-        byte = tl.arange(0, 4)[None, :, None]
-        # 2^23 + code + 128 as a float, without a conversion
-        code = (((data[:, None, :] >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        tile = tl.reshape(code, (K // 32, 32, words.shape[0])) * scale[:, None, :]
-        tile = tl.reshape(tile, (K, words.shape[0])).to(like.dtype)
+        at = words.to(tl.pointer_type(tl.float16))[:, None] + tl.arange(0, K // 4)[None, :] // 8 * 544
+        scales = tl.load(at + column)
     else:
-        word, group = tl.arange(0, K // 8), tl.arange(0, K // 32)
+        at = words.to(tl.pointer_type(tl.uint8))[:, None] + tl.arange(0, K // 8)[None, :] // 4 * 544
+        scales = tl.load(at + column)
+    return scales
+
+
+@triton.jit
+def _int8(data, factor, BYTE: tl.constexpr, like):
+    # 2^23 + code + 128 as a float, without a conversion
+    code = ((data >> (8 * BYTE)) & 255) | 0x4B000000
+    return ((code.to(tl.float32, bitcast=True) - 8388736.0) * factor).to(like.dtype)
+
+
+@triton.jit
+def _mxfp4(data, factor, K: tl.constexpr, like):
+    # The code on top, then as a float: 2^-126 times what it stands for, the smallest a denormal.
+    code = data << (28 - (K % 4 * 8 + K // 4 * 4))
+    value = ((code & -2147483648) | ((code >> 6) & 0x1C00000)).to(tl.float32, bitcast=True)
+    return (value * 8.507059173023462e37 * factor).to(like.dtype)
+
+
+@triton.jit
+def _weights(words, scales, KIND: tl.constexpr, K: tl.constexpr, like):
+    """Weights [K, columns] of a tile, with what ``_scales`` gave; ``like`` has the type of the product."""
+    N: tl.constexpr = words.shape[0]
+    column = tl.arange(0, N) % 32
+    if KIND == 0:
+        at = tl.arange(0, K)[:, None] * 32 + column[None, :]
+        if like.dtype == tl.bfloat16:
+            tile = tl.load(tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16)[None, :] + at)
+        else:  # the interpreter cannot tell bfloat16 from integers
+            bits = tl.load(words.to(tl.pointer_type(tl.uint16))[None, :] + at).to(tl.int32)
+            tile = (bits << 16).to(tl.float32, bitcast=True).to(like.dtype)
+    elif KIND == 1:
+        word = tl.arange(0, K // 4)
+        at = word // 8 * 272 + 16 + word % 8 * 32
+        data = tl.load(words[:, None] + (at[None, :] + column[:, None])) ^ -2139062144
+        f = scales.to(tl.float32)
+        # Joined values stay in their thread: the k of a word in order, the most significant bit of k first.
+        even = tl.join(_int8(data, f, 0, like), _int8(data, f, 2, like))
+        odd = tl.join(_int8(data, f, 1, like), _int8(data, f, 3, like))
+        tile = tl.trans(tl.reshape(tl.join(even, odd), (N, K)))
+    else:
+        word = tl.arange(0, K // 8)
         at = word // 4 * 136 + 8 + word % 4 * 32
-        data = tl.load((words + offset)[None, :] + (at[:, None] + column[None, :]))
-        scales = (words + offset).to(tl.pointer_type(tl.uint8))
-        scale = tl.load(scales[None, :] + (group[:, None] * 544 + column[None, :])).to(tl.int32)
-        k = tl.arange(0, 8)[None, :, None]
-        code = data[:, None, :] >> (k % 4 * 8 + k // 4 * 4)
-        # As a float the code is 2^-126 times what it stands for, the smallest a denormal.
-        value = ((code & 8) << 28 | (code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-        value = (
-            tl.reshape(value, (K // 32, 32, words.shape[0])) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
-        )
-        tile = tl.reshape(value, (K, words.shape[0])).to(like.dtype)
+        data = tl.load(words[:, None] + (at[None, :] + column[:, None]))
+        f = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        zero = tl.join(_mxfp4(data, f, 0, like), _mxfp4(data, f, 4, like))
+        one = tl.join(_mxfp4(data, f, 1, like), _mxfp4(data, f, 5, like))
+        two = tl.join(_mxfp4(data, f, 2, like), _mxfp4(data, f, 6, like))
+        three = tl.join(_mxfp4(data, f, 3, like), _mxfp4(data, f, 7, like))
+        tile = tl.trans(tl.reshape(tl.join(tl.join(zero, two), tl.join(one, three)), (N, K)))
     return tile
 
 
@@ -122,69 +150,117 @@ def _part(at, b1, b2, b3, v0, v1, v2, v3):
 
 
 @triton.jit
+def _gate_up_tile(
+    x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    pair = first + tl.arange(0, PAIRS)
+    row = tl.load(order + pair, mask=pair < end, other=0) // ranks
+    k = tl.arange(0, K)
+    rows = x + row.to(tl.int64)[:, None] * hidden + k[None, :]
+    # Columns of a tile beyond the last panel read the last one again.
+    half = tl.program_id(0) * (COLUMNS // 2)
+    panel = tl.minimum(half // 16 + tl.arange(0, COLUMNS) // 32, inner // 16 - 1)
+    groups = hidden // 32
+    from_part = _part(panel, b1, b2, b3, o0, o1, o2, o3)
+    inside = panel - _part(panel, b1, b2, b3, 0, b1, b2, b3)
+    words = blob + (from_part + inside * groups * WORDS)
+    total = tl.zeros((PAIRS, COLUMNS), tl.float32)
+    scales = _scales(words, KIND, K)
+    for group in range(0, groups, K // 32):
+        part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
+        weights = _weights(words + group * WORDS, scales, KIND, K, part)
+        scales = _scales(words + tl.minimum(group + K // 32, groups - K // 32) * WORDS, KIND, K)
+        total = tl.dot(part, weights, total, input_precision="ieee")
+    if KIND == 0:
+        gates, ups = tl.split(tl.reshape(total, (PAIRS, COLUMNS // 2, 2)))
+    else:
+        both = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 2, 16)), (0, 1, 3, 2))
+        gates, ups = tl.split(tl.reshape(both, (PAIRS, COLUMNS // 2, 2)))
+    column = half + tl.arange(0, COLUMNS // 2)
+    result = gates / (1.0 + tl.exp(-gates)) * ups
+    to = pair.to(tl.int64)[:, None] * inner + column[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < inner)[None, :])
+
+
+@triton.jit
 def _gate_up(
     x, slots, order, start, slot_of, out, stride_words, experts, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
     slot = tl.load(slot_of + expert)
     if (first < end) & (slot >= 0):
-        pair = first + tl.arange(0, PAIRS)
-        row = tl.load(order + pair, mask=pair < end, other=0) // ranks
-        k = tl.arange(0, K)
-        rows = x + row.to(tl.int64)[:, None] * hidden + k[None, :]
-        # Columns of a tile beyond the last panel read the last one again.
-        half = tl.program_id(0) * (COLUMNS // 2)
-        panel = tl.minimum(half // 16 + tl.arange(0, COLUMNS) // 32, inner // 16 - 1)
-        groups = hidden // 32
-        from_part = _part(panel, b1, b2, b3, o0, o1, o2, o3)
-        inside = panel - _part(panel, b1, b2, b3, 0, b1, b2, b3)
-        words = slots + slot.to(tl.int64) * stride_words + (from_part + inside * groups * WORDS)
-        total = tl.zeros((PAIRS, COLUMNS), tl.float32)
-        for group in range(0, groups, K // 32):
-            part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
-            total = tl.dot(part, _weights(words, group * WORDS, KIND, K, part), total, input_precision="ieee")
-        if KIND == 0:
-            gates, ups = tl.split(tl.reshape(total, (PAIRS, COLUMNS // 2, 2)))
+        blob = slots + slot.to(tl.int64) * stride_words
+        if HALVES and end - first <= PAIRS // 2:
+            _gate_up_tile(
+                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
+                KIND, WORDS, PAIRS // 2, COLUMNS, K,
+            )  # fmt: skip
         else:
-            both = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 2, 16)), (0, 1, 3, 2))
-            gates, ups = tl.split(tl.reshape(both, (PAIRS, COLUMNS // 2, 2)))
-        column = half + tl.arange(0, COLUMNS // 2)
-        result = gates / (1.0 + tl.exp(-gates)) * ups
-        to = pair.to(tl.int64)[:, None] * inner + column[None, :]
-        tl.store(out + to, result.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < inner)[None, :])
+            _gate_up_tile(
+                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
+                KIND, WORDS, PAIRS, COLUMNS, K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS: tl.constexpr):
+    """Where panels of the down section have a group; in each part that section follows gate and up."""
+    begin = _part(group, b1, b2, b3, 0, b1, b2, b3)
+    wide = _part(group, b1, b2, b3, b1, b2, b3, b4) - begin
+    section = _part(group, b1, b2, b3, o0, o1, o2, o3) + (2 * wide * (hidden // 32) + group - begin) * WORDS
+    return blob + (section + panel * wide * WORDS)
+
+
+@triton.jit
+def _down_tile(
+    h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    pair = first + tl.arange(0, PAIRS)
+    k, n = tl.arange(0, K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = h + pair.to(tl.int64)[:, None] * inner + k[None, :]
+    panel = tl.minimum(n // 32, hidden // 32 - 1)
+    total = tl.zeros((PAIRS, COLUMNS), tl.float32)
+    scales = _scales(_down_words(blob, 0, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS), KIND, K)
+    for group in range(0, inner // 32, K // 32):
+        # No tile of k is in two parts.
+        words = _down_words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS)
+        part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
+        weights = _weights(words, scales, KIND, K, part)
+        ahead = tl.minimum(group + K // 32, inner // 32 - K // 32)
+        words = _down_words(blob, ahead, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS)
+        scales = _scales(words, KIND, K)
+        total = tl.dot(part, weights, total, input_precision="ieee")
+    column = n
+    if KIND == 0:
+        column = n // 32 * 32 + n % 2 * 16 + n % 32 // 2
+    to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
 
 
 @triton.jit
 def _down(
     h, slots, order, start, slot_of, out, stride_words, experts, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
     slot = tl.load(slot_of + expert)
     if (first < end) & (slot >= 0):
-        pair = first + tl.arange(0, PAIRS)
-        k, n = tl.arange(0, K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        rows = h + pair.to(tl.int64)[:, None] * inner + k[None, :]
-        panel = tl.minimum(n // 32, hidden // 32 - 1)
         blob = slots + slot.to(tl.int64) * stride_words
-        total = tl.zeros((PAIRS, COLUMNS), tl.float32)
-        for group in range(0, inner // 32, K // 32):
-            # No tile of k is in two parts; the down section of a part follows its gate and up.
-            begin = _part(group, b1, b2, b3, 0, b1, b2, b3)
-            wide = _part(group, b1, b2, b3, b1, b2, b3, b4) - begin
-            section = _part(group, b1, b2, b3, o0, o1, o2, o3) + 2 * wide * (hidden // 32) * WORDS
-            words = blob + (section + panel * wide * WORDS)
-            part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
-            weights = _weights(words, (group - begin) * WORDS, KIND, K, part)
-            total = tl.dot(part, weights, total, input_precision="ieee")
-        column = n
-        if KIND == 0:
-            column = n // 32 * 32 + n % 2 * 16 + n % 32 // 2
-        to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
-        tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
+        if HALVES and end - first <= PAIRS // 2:
+            _down_tile(
+                h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+                KIND, WORDS, PAIRS // 2, COLUMNS, K,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+                KIND, WORDS, PAIRS, COLUMNS, K,
+            )  # fmt: skip
 
 
 def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
@@ -218,13 +294,14 @@ def _grid(layout: Layout, groups: Groups, columns: int, blocks: int) -> tuple[di
     """Sizes and options of a kernel, and its programs. ``blocks``: the inner dimension is a multiple of so many."""
     pairs, experts = groups.order.shape[0], groups.slot.shape[0]
     size = FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY
-    if size == MANY and shared_memory(groups.order.device) < 160 << 10:
+    if size == MANY and shared_memory(groups.order.device) < 200 << 10:
         size = SOME
     tile = TILES[layout.format.name][size]
     wide = min(tile.columns, triton.next_power_of_2(columns))
     sizes = {
-        "EXPERTS": triton.next_power_of_2(experts), "PAIRS": tile.pairs, "COLUMNS": wide,
-        "K": tile.k if blocks % (tile.k // BLOCK) == 0 else BLOCK, "num_warps": tile.warps, "num_stages": tile.stages,
+        "EXPERTS": triton.next_power_of_2(experts), "PAIRS": tile.pairs, "HALVES": tile.pairs >= HALVED,
+        "COLUMNS": wide, "K": tile.k if blocks % (tile.k // BLOCK) == 0 else BLOCK,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     return sizes, (triton.cdiv(columns, wide), pairs // tile.pairs + experts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from triton.runtime import driver
 
 
 @cache
@@ -12,4 +13,4 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have; 0 for what is no GPU."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

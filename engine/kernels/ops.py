@@ -86,8 +86,9 @@ class DeviceOps(Composed):
         pointwise.rope(x, positions, table)
 
     def conv(self, x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
-        few = x.shape[0] <= linear.ROWS
-        return (recurrent if few else prefill_conv).conv(x, weight, state, batch)
+        if x.shape[0] > linear.ROWS:
+            return prefill_conv.conv(x, weight, state, batch)
+        return recurrent.conv(x, weight, state, batch)
 
     def gdn_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         return pointwise.gdn_gates(a, b, a_log, dt_bias)
@@ -95,12 +96,14 @@ class DeviceOps(Composed):
     def gated_delta(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch
     ) -> Tensor:
-        few = q.shape[0] <= linear.ROWS
-        return (recurrent if few else chunked_delta).gated_delta(q, k, v, decay, beta, state, batch)
+        if q.shape[0] > linear.ROWS:
+            return chunked_delta.gated_delta(q, k, v, decay, beta, state, batch)
+        return recurrent.gated_delta(q, k, v, decay, beta, state, batch)
 
     def attention(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
-        few = q.shape[0] <= linear.ROWS
-        return (attention if few else prefill_attention).attention(q, k_pages, v_pages, batch, scale)
+        if q.shape[0] > linear.ROWS:
+            return prefill_attention.attention(q, k_pages, v_pages, batch, scale)
+        return attention.attention(q, k_pages, v_pages, batch, scale)
 
     def write_pages(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
         attention.write_pages(k, v, k_pages, v_pages, batch)

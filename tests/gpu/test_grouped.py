@@ -39,6 +39,7 @@ def test_sort_pairs(rows: int) -> None:
 def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 0, 1 and more pairs than a tile; an expert that is not here; pairs of no expert."""
     monkeypatch.setitem(grouped.TILES, name, (Tile(16, 128, 64, 4, 1),) * 3)
+    monkeypatch.setattr(grouped, "HALVED", 16)
     layout, experts = Layout(FORMATS[name], hidden, inner), 5
     slots = slots_of(layout, 2)
     ids = torch.tensor([[0, 3], [-1, 0], [2, -1], *[[0, 1]] * 15], dtype=torch.int32)
