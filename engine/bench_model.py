@@ -9,6 +9,7 @@ import torch
 
 from engine.api import EngineConfig, Failed, Request, Sampling, Tokens
 from engine.bench_stack import Cost, Progress
+from engine.loading import CHUNK
 from engine.models.fields import read_config
 from engine.scheduler import Scheduler
 from engine.weights.shards import Shards
@@ -24,7 +25,7 @@ class ModelRun:
         """Raises engine.weights.errors.CheckpointError."""
         self._scheduler = Scheduler.load(config, tell)
         self._random = torch.Generator().manual_seed(3)
-        self._chunk = config.chunk_tokens
+        self._chunk = config.chunk_tokens or CHUNK
         self._active, self._stored = count_parameters(Path(config.model))
         self._itemsize = 2 if self._scheduler.info.dtype == "bfloat16" else 4
 

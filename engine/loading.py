@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
 """Given the fingerprint and the bytes of each component of a page and of a state."""
 
+CHUNK = 512
+"""Tokens of a prompt that the CPU computes in one step."""
 MAX_CHECKPOINTS = 4096
 """Only toy models reach it."""
 _GRANULE = 256 << 10
@@ -52,13 +54,15 @@ _DEFAULTS = EngineConfig("")
 
 @dataclass(frozen=True)
 class Engine:
-    """``longest``: tokens of a sequence that the model takes, if there are pages for them."""
+    """``longest``: tokens of a sequence that the model takes, if there are pages for them. ``chunk_tokens``: of a
+    prompt in one step, unless the configuration says it."""
 
     info: ModelInfo
     runner: Runner
     memory: Memory
     partition: Partition
     longest: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class _Built:
     room: _Room
     kernels: str
     instruction_set: str
+    chunk_tokens: int
     division: Division
     context: int
     policy: Policy = field(default_factory=Policy)
@@ -168,7 +173,7 @@ def _engine(
         incarnation=uuid.uuid4().hex,
     )
     partition = Partition(built.division, memory, built.policy, built.experts)
-    return Engine(info, built.runner, memory, partition, checkpoint.context)
+    return Engine(info, built.runner, memory, partition, checkpoint.context, built.chunk_tokens)
 
 
 def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -> _Built:
@@ -192,7 +197,8 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     except (DoesNotFit, DriverError) as error:
         raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
     runner = Runner(model, ops, source.dtype, cache=arena.memory.cache)
-    return _Built(runner, source, room, config.kernels, instruction_set, arena, room.context(checkpoint.context))
+    context = room.context(checkpoint.context)
+    return _Built(runner, source, room, config.kernels, instruction_set, CHUNK, arena, context)
 
 
 def _on_device(
@@ -224,7 +230,7 @@ def _on_device(
     source = Source(checkpoint.directory, config.dtype)
     loaded = load_runner(config, architecture, source, context, plan, machine, progress)
     return _Built(
-        loaded.runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}",
+        loaded.runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}", plan.chunk_tokens,
         loaded.division, min(context, (loaded.division.most.pages - 1) * PAGE), loaded.policy, loaded.experts,
     )  # fmt: skip
 
@@ -237,7 +243,7 @@ def _check(config: EngineConfig) -> None:
         ("kv_bytes", config.kv_bytes, 1, 1 << 60),
         ("checkpoint_bytes", config.checkpoint_bytes, 0, 1 << 60),
         ("max_sequences", config.max_sequences, 1, 1 << 12),
-        ("chunk_tokens", config.chunk_tokens, 1, 1 << 20),
+        ("chunk_tokens", config.chunk_tokens, 0, 1 << 20),
         ("queue", config.queue, 1, 1 << 20),
         ("gpu_bytes", config.gpu_bytes, 0, 1 << 60),
         ("split", config.split or 0, 0, 1),

@@ -71,6 +71,7 @@ class Scheduler:
         self.runner = engine.runner
         self._grid = engine.runner.model.manifest.grid
         self._config = config
+        self._chunk = config.chunk_tokens or engine.chunk_tokens
         self._observer = observer
         self._clock = clock
         self._grammars = grammars
@@ -226,7 +227,7 @@ class Scheduler:
     def _hidden(self, sequence: Sequence, plan: Plan) -> bool:
         """Whether the first forward can go along with the reads, and is long enough for that to pay. Not that of a
         background request, which gives way at once."""
-        tokens = min(len(sequence.tokens) - plan.position, self._config.chunk_tokens)
+        tokens = min(len(sequence.tokens) - plan.position, self._chunk)
         alone = not (self._running or sequence.request.background)
         return alone and self.pace.hides(plan.disk_bytes, tokens)
 
@@ -352,7 +353,7 @@ class Scheduler:
         if sequence is None or sequence.plan is None:
             return False
         lease, plan, kept = sequence.leased, sequence.plan, set(sequence.kept)
-        count = min(len(sequence.tokens) - plan.position, self._config.chunk_tokens)
+        count = min(len(sequence.tokens) - plan.position, self._chunk)
         if not self.memory.grow(lease, plan.position + count):
             return False
         sequence.place(plan, self._grid)
@@ -377,7 +378,7 @@ class Scheduler:
         """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk. Where pages
         run out, the youngest gives way."""
         filling = sum(not one.decoding for one in self._running)
-        budget = max(self._config.chunk_tokens - (len(self._running) - filling), filling)
+        budget = max(self._chunk - (len(self._running) - filling), filling)
         shares: list[tuple[Sequence, int]] = []
         for sequence in list(self._running):
             if sequence not in self._running:

@@ -125,7 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(compute, "--kernels", str, None, "C++, or the slow torch twins", choices=("native", "reference"))
     flag(compute, "--instruction-set", str, "NAME", "of the C++ kernels: auto, or one this processor has")
     flag(compute, "--threads", int, "N", "threads of the C++ kernels", "one per physical core")
-    flag(compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step")
+    flag(
+        compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step", "512; 4096 on a GPU"
+    )  # fmt: skip
 
     gpu = parser.add_argument_group("serving from a GPU, which need not hold the experts")
     flag(

@@ -76,7 +76,7 @@ class ServeSettings(BaseModel):
     kv_bytes: int = Field(default=2 << 30, gt=0)
     checkpoint_bytes: int = Field(default=1 << 30, gt=0)
     max_sequences: int = Field(default=8, gt=0)
-    chunk_tokens: int = Field(default=512, gt=0)
+    chunk_tokens: int = Field(default=0, ge=0)
     queue: int = Field(default=64, ge=0)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     experts: Literal["auto", "device", "offload", "hybrid", "cpu"] = "auto"

@@ -31,7 +31,7 @@ def divide(plan: Plan, machine: Machine) -> Arena | FixedArena:
     if virtual is None:
         memory = allocate(what.manifest, what.dtype, plan.stride, plan.sizes, machine.device)
         return FixedArena(memory, shapes, plan.sizes)
-    budget, most = plan.budget - what.dense, most_sizes(plan)
+    budget, most = plan.room, most_sizes(plan)
     of = extents(shapes, most, virtual.granule)
     over = needed(of, plan.sizes) * virtual.granule - budget
     slots = max(least_slots(plan), plan.sizes.slots - max(0, -(-over // plan.stride)))
@@ -44,7 +44,7 @@ def most_sizes(plan: Plan) -> Sizes:
     """What each could have if the others had the least: addresses for it cost nothing."""
     what, sizes = plan.outline, plan.sizes
     count = what.layers * what.experts
-    room = plan.budget - what.dense - (least_slots(plan) + 1) * plan.stride
+    room = plan.room - (least_slots(plan) + 1) * plan.stride
     pages = (room - sizes.states * what.manifest.slot_bytes) // what.manifest.page_bytes(what.dtype)
     states = min(MOST_STATES, room // 4 // max(1, what.manifest.slot_bytes))
     slots = sizes.slots if plan.mode == "cpu" else count

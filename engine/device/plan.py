@@ -19,13 +19,17 @@ from engine.weights.errors import BadConfig
 
 ROWS = 16
 """Most sequences of one decode step."""
+CHUNK = 4096
+"""Tokens of a prompt in one step: each step may bring all experts over the link."""
+_ACTIVATIONS = 96
+"""Bytes for each row of a step and each of its hidden dimensions, roughly."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``budget``: bytes of the device, of which the dense weights take ``outline.dense``. ``sizes`` are of what is
-    beside those. ``rates`` of the machine, if they are known. ``why``: the mode was chosen, in words; "" if it was
-    asked for."""
+    """``budget``: bytes of the device, of which the dense weights take ``outline.dense`` and the work of a step
+    ``working``. ``sizes`` are of what is beside those, in ``room``. ``rates`` of the machine, if they are known.
+    ``why``: the mode was chosen, in words; "" if it was asked for."""
 
     outline: Outline
     layout: Layout
@@ -33,12 +37,14 @@ class Plan:
     mode: Mode
     why: str
     budget: int
+    working: int
     sizes: Sizes
     rates: Rates | None
+    chunk_tokens: int
 
     @property
-    def pool_bytes(self) -> int:
-        return self.outline.layers * self.outline.experts * self.stride
+    def room(self) -> int:
+        return self.budget - self.outline.dense - self.working
 
     @property
     def rows(self) -> int:
@@ -75,13 +81,15 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
         raise BadConfig(f"gpu_bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
     budget = config.gpu_bytes or machine.free - MARGIN
     kept = pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
-    fixed = what.dense + kept + (GATHERED if machine.lanes else 0)
-    slots = (budget - fixed) // stride - 1
+    chunk = config.chunk_tokens or CHUNK
+    working = working_bytes(what, chunk, machine)
+    slots = (budget - what.dense - kept - working) // stride - 1
     if slots < 1:
         raise BadConfig(
             f"of {budget} bytes on {machine.gpu}, dense weights take {what.dense}, and pages (kv_bytes) and states "
-            f"(checkpoint_bytes, max_sequences) {fixed - what.dense}; what is left has no room for two experts of "
-            f"{stride} bytes; lower those, or raise gpu_bytes"
+            f"(checkpoint_bytes, max_sequences) {kept}, and steps of {chunk} tokens "
+            f"{working}; what is left has no room for two experts of {stride} bytes; lower those, "
+            "or raise gpu_bytes"
         )
     rates = _rates(layout.format.name, machine)
     mode, why = _mode(config, Load(
@@ -94,7 +102,12 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
             "for them; choose experts hybrid or offload, or an expert_format that takes less"
         )
     slots = 1 if mode == "cpu" else min(slots, count)
-    return Plan(what, layout, stride, mode, why, budget, Sizes(slots, pages, states), rates)
+    return Plan(what, layout, stride, mode, why, budget, working, Sizes(slots, pages, states), rates, chunk)
+
+
+def working_bytes(what: Outline, chunk: int, machine: Machine) -> int:
+    """Of the device, while a step of so many rows is computed and pages are moved."""
+    return chunk * what.hidden * _ACTIVATIONS + (GATHERED if machine.lanes else 0)
 
 
 def _layout(config: EngineConfig, what: Outline) -> Layout:

@@ -19,6 +19,7 @@ from engine.checkpoint import write_tiny
 from engine.device.driver import DriverError
 from engine.device.fake import FakeDriver
 from engine.device.outline import outline
+from engine.device.plan import working_bytes
 from engine.device.watchdog import Watchdog
 from engine.endpoint import Endpoint, Incoming
 from engine.experts.layout import FORMATS, Layout
@@ -80,6 +81,7 @@ def limited(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
         size = what.manifest.slot_bytes
         states = (1 + SEQUENCES + (config.checkpoint_bytes // size if size else 0)) * size
         options["gpu_bytes"] = what.dense + pages + states + (slots + 1) * stride
+        options["gpu_bytes"] += working_bytes(what, options.setdefault("chunk_tokens", 12), options["machine"])
     return options
 
 
@@ -193,10 +195,10 @@ def test_every_engine_after_it_says_the_same(model: Callable[..., Path]) -> None
 
 
 class Unpinned(FakeDriver):
-    """Pins no more than a mailbox."""
+    """Pins a mailbox, and nothing after it."""
 
     def register(self, address: int, nbytes: int) -> int:
-        if nbytes > 1 << 16:
+        if self._registered:
             raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
         return super().register(address, nbytes)
 
