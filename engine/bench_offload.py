@@ -203,6 +203,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="of the missing parts, fixed, to go over the link, 0 to 1 (default: a closed loop decides)",
     )  # fmt: skip
     parser.add_argument(
+        "--prefill", type=counts, default=[], metavar="TOKENS,...",
+        help="time forwards of so many tokens with equally likely experts, instead of decode steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--behind", type=int, default=0, metavar="TOKENS", help="of the sequence, before those (default: %(default)s)"
+    )
+    parser.add_argument(
         "--rounded", action="store_true", help="CPU experts of int8 and mxfp4 round activations to int8"
     )
     parser.add_argument("--no-resident", action="store_true", help="do not time all experts on the device")

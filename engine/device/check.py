@@ -53,6 +53,9 @@ PARTS = {
         ("engine.device.check_offload", "layer", "{library}"),
         120,
     ),
+    "prefill-layers": Part(
+        "calls of many rows over offloaded experts", ("engine.device.check_offload", "prefill", "{library}"), 180
+    ),
     "step": Part(
         "a whole decode step as one graph, against all experts on the device",
         ("engine.device.check_offload", "step", "{library}"),

@@ -17,11 +17,15 @@ from engine.bandwidth import read_probe
 from engine.bench_shapes import RandomSource, qwen36
 from engine.device.driver import CudaDriver
 from engine.device.graph import DecodeSteps
+from engine.experts import waves as reference
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
+from engine.experts.residency import Residency
 from engine.experts.split import Split
+from engine.experts.waves import TAIL, Fetches, Waves
+from engine.kernels import waves as kernels
 from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
 from engine.kernels.resident import ResidentExperts
@@ -32,7 +36,7 @@ from engine.native.ops import NativeOps
 from engine.runner import Rows, Runner
 
 GPU = torch.device("cuda")
-TOLERANCE = {"layer": 1e-4, "step": 1e-2}
+TOLERANCE = {"layer": 1e-4, "step": 1e-2, "prefill": 1e-2}
 """Relative error of the whole result against experts that are all on the device."""
 _ROUND_TRIPS = 200
 
@@ -228,6 +232,84 @@ def layer(library: Path, quick: bool) -> None:
         executor.close()
 
 
+def prefill(library: Path, quick: bool) -> None:
+    """Whole calls of many rows: decisions as in the reference bit for bit, results as with all experts there."""
+    worst = _same_waves(torch.Generator().manual_seed(int(time.time())))
+    report("decisions of prefill, whole calls", "as the reference" if worst is None else worst, worst is None)
+    driver = CudaDriver(load_library(library))
+    for name in ("mxfp4",) if quick else FORMATS:
+        pool = small_pool(name, 3, 32)
+        weights_of = decoded(pool)
+        executor = Executor(pool, 256, 8, library=library)
+        resident = ResidentExperts.of_pool(pool, GPU)
+        for slots, share in ((96, None), (96, 0.5), (40, 1.0), (40, 0.0), (12, 0.5), (2, 0.5)):
+            experts = OffloadedExperts(pool, executor, driver, Split(3, 1e4, 2e4), room(pool, slots))
+            experts.start()
+            experts.fix(share)
+            off = [_prefilled(experts, resident, rows, weights_of) for rows in (17, 200, 1, 1000, 3)]
+            experts.residency.check()
+            split = "divided by cost" if share is None else f"{share:.0%} over the link"
+            report(f"{name}, {slots} slots, {split}", f"off by {max(off):.1e}", max(off) < TOLERANCE["prefill"])
+            experts.close()
+        executor.close()
+
+
+def _prefilled(
+    experts: OffloadedExperts, resident: ResidentExperts, rows: int, weights_of: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    """Relative error of a call of all layers; against float64 if that is not too much to compute."""
+    worst = 0.0
+    for layer in range(3):
+        x, ids, weights, _ = routed(rows, 8, 32)
+        given = x.to(GPU), ids.to(GPU), weights.to(GPU), layer
+        y = experts.run(*given)
+        few = rows <= 32
+        want = expected(weights_of[32 * layer :][:32], x, ids, weights) if few else resident.run(*given).cpu()
+        worst = max(worst, error(y.cpu(), want))
+    experts.report()
+    torch.cuda.synchronize()
+    experts.after_step()
+    return worst
+
+
+def _same_waves(generator: torch.Generator) -> str | None:
+    """What differs between the device and the reference, after calls of random rows and sizes of the ring."""
+    layout, experts, layers, ranks = Layout(FORMATS["mxfp4"], 32, 160), 256, 3, 8
+    devices = (torch.device("cpu"), GPU)
+    states = [Residency.create(layout, layers, experts, 700, device) for device in devices]
+    made = [Waves.create(layers, experts, device) for device in devices]
+    fetches = [Fetches.create(experts, device) for device in devices]
+    where = [torch.zeros(experts, dtype=torch.int32, device=device) for device in devices]
+    for call in range(24):
+        rows, half, ahead = (17, 64, 500, 3000)[call % 4], (256, 87, 40)[call % 3], False
+        for waves_of in made:
+            waves_of.costs.copy_(torch.tensor([32000, 18000, 6000, 20000, -1 if call % 5 else 20000]))
+        for layer in range(layers):
+            ids = torch.rand(rows, experts, generator=generator).pow(2).topk(ranks, dim=1).indices.int()
+            counts = torch.bincount(ids.flatten().long(), minlength=experts).int()
+            for side, how in enumerate((reference, kernels)):
+                state, of, mine, device = states[side], made[side], fetches[side], devices[side]
+                each, at = counts.to(device), where[side]
+                how.divide(state, of, each, layer, at, ahead=ahead, cpu=rows < 1000)
+                for wave in range(-(-experts // half)):
+                    base = wave % 2 * half
+                    how.take(state, of, mine, each, layer, at, base, half, first=not wave, ahead=False)
+                if layer + 1 < layers and call % 2:
+                    how.take(state, of, mine, each, layer + 1, at, 0, half, first=True, ahead=True)
+                how.keep(state, of, ids[-TAIL:].to(device), rows, layer, 2 * half)
+            ahead = layer + 1 < layers and call % 2 == 1
+            for got, want in ((states[1], states[0]), (made[1], made[0])):
+                for name, tensor in vars(want).items():
+                    if name not in ("experts", "moves") and not torch.equal(getattr(got, name).cpu(), tensor):
+                        return f"{name} of call {call}, layer {layer}"
+            taken, moved = int(fetches[0].counts[0]), int(made[0].moved)
+            if not torch.equal(fetches[1].fetch[:taken].cpu(), fetches[0].fetch[:taken]):
+                return f"fetches of call {call}, layer {layer}"
+            if not torch.equal(made[1].moves[:moved].cpu(), made[0].moves[:moved]):
+                return f"moves of call {call}, layer {layer}"
+    return None
+
+
 def step(library: Path, quick: bool) -> None:
     """Decode steps as graphs: against the same forward without one, and against experts that are all on the device."""
     config, steps_to_take = qwen36(4), 16 if quick else 64
@@ -290,7 +372,7 @@ class _Filled:
         return sums_of(self._experts, x, ids, weights, layer)
 
 
-PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "step": step}
+PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "prefill": prefill, "step": step}
 
 
 def main() -> int:

@@ -148,7 +148,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCase]:
         case.close()
 
 
-@pytest.mark.parametrize("slots", [2, 5, 12, 24, 30, LAYERS * EXPERTS + 4])
+@pytest.mark.parametrize(
+    "slots", [2, *(pytest.param(slots, marks=pytest.mark.deep) for slots in (3, 5, 12, 24)), 30, LAYERS * EXPERTS + 4]
+)
 def test_results_and_residency_for_every_size_of_the_cache(made: MakeCase, slots: int) -> None:
     """Short and long calls, ahead or not, with decode steps and fewer and more slots between."""
     case = made(slots)
@@ -168,11 +170,11 @@ def test_a_single_slot_is_enough(made: MakeCase) -> None:
 
 
 def test_the_kernels_do_the_same(made: MakeCase) -> None:
-    case = made(14, None)
-    case.call(17, 1)
-    case.costs(row=1e6, read=30.0)
-    case.call(18, 2)
-    assert all(layer[FOUND] for layer in case.told[1:])
+    case = made(26, None)
+    case.costs(cpu=300.0, read=100.0)
+    assert case.offloaded.prefill.streams(17)
+    case.call(17, 2)
+    assert case.told[0][LEFT] > 0 and all(layer[FOUND] for layer in case.told[1:])
 
 
 def test_light_experts_go_to_the_cpu_and_heavy_ones_over_the_link(made: MakeCase) -> None:

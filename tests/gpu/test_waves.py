@@ -76,7 +76,9 @@ def routed(rng: random.Random, rows: int, ranks: int, experts: int) -> Tensor:
     return torch.tensor([row() for _ in range(rows)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("experts", "slots", "ranks"), [(40, 100, 4), (70, 50, 2), (5, 2, 1)])
+@pytest.mark.parametrize(
+    ("experts", "slots", "ranks"), [pytest.param(40, 100, 4, marks=pytest.mark.deep), (70, 50, 2), (5, 2, 1)]
+)
 def test_the_device_decides_as_the_reference(experts: int, slots: int, ranks: int) -> None:
     """Whole calls, layer after layer, some of them ahead, with decode decisions and fewer slots between."""
     rng = random.Random(experts)
