@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import httpx
 from rich.console import Console
@@ -26,16 +24,16 @@ from rich.table import Table
 
 from engine.api import Abort, Admitted, Done, ModelInfo, Reply, Request, Reuse, Tokens
 from engine.messages import decode, encode
+from launchers.bench_api_bodies import PROTOCOLS, anthropic, steps_of
+from launchers.bench_api_parts import Part, Times, parts
 from parsers.load import Family, FamilyError, load_family
 
 MAX_LOADS, MAX_TOKEN_US, MAX_IDLE = 5.0, 50.0, 0.02
 AIM_MS = 15.0
 CONTEXT = 1 << 20
-WARM, ROUNDS = 3, 25
-STREAM_TOKENS, PACE = 3000, 0.002
+WARM, ROUNDS = 5, 40
+STREAM_TOKENS, PACE = 1000, 0.002
 STREAMS = 200
-MODEL = "local-moe"
-_LINE = 'def step_{n}(state: dict[str, int]) -> int:\n    return state["n"] + {n}  # {hash:x}\n'
 
 
 # ── the worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,88 +138,27 @@ class BenchError(Exception):
     """Why there is nothing to measure."""
 
 
-# ── what is asked ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def anthropic(steps: int, news: int) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Look at all files."}]
-    for step in range(steps):
-        use = {"type": "tool_use", "id": f"toolu_{step:05}", "name": "read", "input": {"path": f"src/module_{step}.py"}}
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": f"File {step} is next."}, use]})
-        result = {"type": "tool_result", "tool_use_id": use["id"], "content": _file(step)}
-        messages.append({"role": "user", "content": [result]})
-    for number in range(news):
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": "Done."}]})
-        messages.append({"role": "user", "content": f"And number {number}, please."})
-    tool = {"name": "read", "description": "Reads a file", "input_schema": _SCHEMA}
-    return {"model": MODEL, "max_tokens": 100, "stream": True, "tools": [tool], "messages": messages}
-
-
-def responses(steps: int, news: int) -> dict[str, Any]:
-    items: list[dict[str, Any]] = [_item("user", "Look at all files.")]
-    for step in range(steps):
-        call = {"call_id": f"call_{step:05}"}
-        path = json.dumps({"path": f"src/module_{step}.py"})
-        items.append(_item("assistant", f"File {step} is next."))
-        items.append({"type": "function_call", "name": "read", "arguments": path, **call})
-        items.append({"type": "function_call_output", "output": _file(step), **call})
-    for number in range(news):
-        items += [_item("assistant", "Done."), _item("user", f"And number {number}, please.")]
-    tool = {"type": "function", "name": "read", "description": "Reads a file", "strict": False, "parameters": _SCHEMA}
-    return {"model": MODEL, "stream": True, "tools": [tool], "input": items, "prompt_cache_key": "bench"}
-
-
-def chat(steps: int, news: int) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Look at all files."}]
-    for step in range(steps):
-        name, arguments = f"call_{step:05}", json.dumps({"path": f"src/module_{step}.py"})
-        call = {"id": name, "type": "function", "function": {"name": "read", "arguments": arguments}}
-        messages.append({"role": "assistant", "content": f"File {step} is next.", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": name, "content": _file(step)})
-    for number in range(news):
-        messages.append({"role": "assistant", "content": "Done."})
-        messages.append({"role": "user", "content": f"And number {number}, please."})
-    tool = {"name": "read", "description": "Reads a file", "parameters": _SCHEMA}
-    tools = [{"type": "function", "function": tool}]
-    return {"model": MODEL, "stream": True, "tools": tools, "messages": messages, "session_id": "bench"}
-
-
-_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-PROTOCOLS: dict[str, Callable[[int, int], dict[str, Any]]] = {
-    "/v1/messages": anthropic,
-    "/v1/responses": responses,
-    "/v1/chat/completions": chat,
-}
-
-
-def _item(role: str, text: str) -> dict[str, Any]:
-    kind = "output_text" if role == "assistant" else "input_text"
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-
-
-def _file(step: int) -> str:
-    """About 800 tokens of code."""
-    return "".join(_LINE.format(n=step * 100 + line, hash=hash((step, line)) & 0xFFFF) for line in range(25))
-
-
 # ── what is measured ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class RequestRow:
-    """Milliseconds, medians. ``before_engine``: from the first byte sent until the worker has the request. ``busy`` and
-    ``loads`` are processor time, which other programs do not lengthen."""
+    """Milliseconds, medians and 99th percentiles. ``before_engine``: from the first byte sent until the worker has the
+    request. ``busy`` (the server's) and ``loads`` (of json.loads) are processor time, which other programs lengthen
+    less. ``parts`` are what the server does meanwhile, one after the other in this process; what is left of ``busy`` is
+    HTTP, threads and the socket."""
 
     path: str
     tokens: int
     body_kb: float
-    before_engine: float
-    busy: float
-    loads: float
+    before_engine: Times
+    busy: Times
+    loads: Times
+    parts: list[Part]
 
     @property
     def ratio(self) -> float:
-        return self.busy / self.loads
+        return self.busy.p50 / self.loads.p50
 
     @property
     def missed(self) -> bool:
@@ -259,8 +196,7 @@ class IdleRow:
 async def requests(api: Api, worker: Worker, family: Family, path: str, tokens: int) -> RequestRow:
     """The same conversation again and again, each time with one message more."""
     make = PROTOCOLS[path]
-    each = len(family.encode_raw(_file(0))) + 60
-    steps = max(1, tokens // each)
+    steps, tokens = steps_of(family, tokens)
     sent, busy, loads, size = [], [], [], 0
     async with httpx.AsyncClient(base_url=api.url, timeout=120, trust_env=False) as http:
         for number in range(WARM + ROUNDS):
@@ -277,8 +213,10 @@ async def requests(api: Api, worker: Worker, family: Family, path: str, tokens: 
             json.loads(body)
             loads.append(time.thread_time() - before)
             sent.append(arrived - begin)
-    times = (1000 * statistics.median(some[WARM:]) for some in (sent, busy, loads))
-    return RequestRow(path, steps * each, size / 1000, *times)
+    before_engine, used_up, loaded = (Times.of(some[WARM:]) for some in (sent, busy, loads))
+    bodies = (json.dumps(make(steps, number)).encode() for number in range(WARM + ROUNDS))
+    divided = parts(family, path, bodies, WARM)
+    return RequestRow(path, tokens, size / 1000, before_engine, used_up, loaded, divided)
 
 
 async def streams(api: Api, alone: Api, worker: Worker, family: Family, path: str) -> StreamRow:
@@ -380,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, metavar="DIR", help="for tokenizer and template (default: a tiny one)")
     parser.add_argument("--tokens", type=int, default=100_000, help="of the conversation (default: %(default)s)")
     parser.add_argument(
-        "--idle-seconds", type=float, default=31.0, help="to watch idle streams; 0: do not (default: %(default)s)"
+        "--idle-seconds", type=float, default=16.0, help="to watch idle streams; 0: do not (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args(arguments)
@@ -406,14 +344,20 @@ def _tiny(directory: Path) -> Path:
 
 
 def show(console: Console, results: Results) -> None:
-    table = _table(
-        "one new message in a long conversation", "tokens", "body", "before the engine", "of it busy", "json.loads", ""
-    )
+    columns = ("tokens", "body", "before the engine", "p99", "of it busy", "p99", "json.loads", "")
+    table = _table("one new message in a long conversation", *columns)
     for row in results.requests:
         sizes = (f"{row.tokens:,}", f"{row.body_kb:,.0f} kB")
-        times = (f"{one:.1f} ms" for one in (row.before_engine, row.busy, row.loads))
-        table.add_row(row.path, *sizes, *times, f"{row.ratio:.1f}x", _verdict(row.missed))
+        both = [f"{one:.1f} ms" for times in (row.before_engine, row.busy) for one in (times.p50, times.p99)]
+        loads = f"{row.loads.p50:.2f} ms"
+        table.add_row(row.path, *sizes, *both, loads, f"{row.ratio:.1f}x", _verdict(row.missed))
     console.print(table, f"goal: at most {MAX_LOADS:.0f} times json.loads of the body; aim: {AIM_MS:.0f} ms\n")
+    table = _table("what the server does before the engine, processor time", *(row.path for row in results.requests))
+    for same in zip(*(row.parts for row in results.requests), strict=True):
+        table.add_row(same[0].name, *(f"{part.p50:.2f} ms (p99 {part.p99:.2f})" for part in same))
+    left = (row.busy.p50 - sum(part.p50 for part in row.parts if part.name[0] != " ") for row in results.requests)
+    table.add_row("HTTP, threads, socket", *(f"{one:.2f} ms" for one in left))
+    console.print(table, "")
     table = _table("streaming, processor time per token", "server", "engine's client alone", "overhead")
     for one in results.streams:
         shares = (f"{number:.0f} us" for number in (one.served, one.direct, one.overhead))

@@ -14,7 +14,7 @@ from launchers import ctl, launch_cmd, serve_options
 from launchers.agents.common import LaunchError
 from launchers.agents.registry import HARNESSES
 from launchers.running import DEFAULT_URL, ServerProblem, first_key
-from launchers.words import why
+from sessions.store.words import why
 
 Commands = argparse._SubParsersAction  # what add_subparsers returns; argparse has no public name for it
 Handler = Callable[[argparse.Namespace, Sequence[str]], int]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from launchers.words import why
 from server.keys import ApiKey, KeyRing
+from sessions.store.words import why
 
 VARIABLE = "FT_API_KEYS"
 """As in the file; a comma may stand for the end of a line."""

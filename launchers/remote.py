@@ -15,9 +15,9 @@ from engine.remote.client import RemoteClient
 from launchers.display import Display
 from launchers.runtime import ServeError
 from launchers.settings import ENGINE_KEY, ServeSettings
-from launchers.words import why
 from parsers.conversation import Conversation, Text, Turn
 from parsers.load import Family
+from sessions.store.words import why
 
 WORKERS = (
     "script",

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from launchers import keys
-from launchers.words import why
 from server.keys import ApiKey
+from sessions.store.words import why
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 10.0

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.words import why
+from sessions.store.words import why
 
 EXIT_REFUSED = 2
 """Something in the request to serve is wrong; the same command will fail again."""

@@ -25,7 +25,6 @@ from launchers.display import Display
 from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
 from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
-from launchers.words import why
 from parsers.load import Family, FamilyError, load_family
 from server.app import create_app
 from server.front import BACKLOG, FrontConfig, Patience, Tls
@@ -35,6 +34,7 @@ from server.settings import LOOPBACK_HOSTS, ServerSettings
 from server.state import ServerState
 from sessions.persist import Persist, PersistConfig
 from sessions.store.config import StoreBusy, StoreError
+from sessions.store.words import why
 from sessions.tracker import Sessions
 
 Started = Callable[[ModelInfo, int], None]

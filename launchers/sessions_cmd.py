@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launchers.running import ServerProblem, ask
-from launchers.words import why
+from sessions.store.words import why
 
 BAR = 16
 """Cells of the longest bar."""

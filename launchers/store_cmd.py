@@ -17,11 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launchers import ctl
 from launchers.running import DEFAULT_URL, ServerProblem, ask
-from launchers.words import why
 from sessions.store import fsck
 from sessions.store.config import StoreBusy, StoreConfig, StoreError
 from sessions.store.files import Files
 from sessions.store.owner import Owner
+from sessions.store.words import why
 
 Done = Callable[[int, int], None]
 
@@ -58,12 +58,14 @@ class Store:
 
     def verify(self) -> int:
         """Read everything; exit code 1 when something is damaged."""
+        self._expect_folder()
         answer = self._here_or_there("verify", self._verify)
         self._show(answer)
         return 1 if _damaged(answer) else 0
 
     def rebuild(self) -> int:
         """Make the index anew from the payload."""
+        self._expect_folder()
         busy = self._busy()
         if busy is not None:
             raise ServerProblem(f"{busy}; the index can be rebuilt while no server runs")
@@ -82,6 +84,11 @@ class Store:
     def forget(self) -> int:
         """Everything, of every model and session."""
         return self._show(self._here_or_there("forget", self._forget, {"all": True}))
+
+    def _expect_folder(self) -> None:
+        """Where nothing is, nothing is in order."""
+        if self.url is None and not self.directory.is_dir():
+            raise ServerProblem(f"there is no store in {self.directory}: name its folder with --store DIR")
 
     @property
     def _state(self) -> Path:

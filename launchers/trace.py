@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from launchers.words import why
+from sessions.store.words import why
 
 Shape = Literal["claude", "codex", "chat"]
 """What the wire looks like: Claude Code over Messages, Codex over Responses, others over Chat Completions."""

@@ -23,6 +23,7 @@ from sessions.environment import Changes, Damaged, DiskFault, Environment
 from sessions.store.config import DAY, StoreError
 from sessions.store.files import Files
 from sessions.store.owner import Owner
+from sessions.store.words import REMEDY, why
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,8 @@ class Persist:
                 folder.rename(aside)
                 environment = self._environment(folder)
         except (Damaged, DiskFault, OSError) as error:
-            _log.error("sessions are not kept over a restart: %s: %s", directory, error)
+            told = "sessions are not kept over a restart, since the folder %s cannot be used (%s): %s"
+            _log.error(told, directory, why(error), REMEDY)
             self._errors += 1
             self._release()
             return None

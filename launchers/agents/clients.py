@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launchers.agents.common import LaunchError, state_directory
 from launchers.agents.harness import Harness, Package
-from launchers.words import why
+from sessions.store.words import why
 
 NODE_BINARIES = Path("node_modules", ".bin")
 

@@ -12,7 +12,7 @@ from launchers.agents.common import LaunchError, PlannedFile
 from launchers.agents.harness import Ask, Harness, Package, Recipe
 from launchers.agents.merging import merge
 from launchers.running import RunningServer
-from launchers.words import why
+from sessions.store.words import why
 
 KEY_VARIABLE = "FT_API_KEY"
 INSTRUCTIONS = Path(__file__).with_name("codex_instructions.md")

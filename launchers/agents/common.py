@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers.running import RunningServer
-from launchers.words import why
+from sessions.store.words import why
 
 LOCAL_KEY = "ft-local"
 """Sent where the server wants no key but the harness insists on one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from launchers.agents.common import Launch, LaunchError, child_environment
-from launchers.words import why
+from sessions.store.words import why
 
 GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.05

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.agents.common import LaunchError, PlannedFile
-from launchers.words import why
+from sessions.store.words import why
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

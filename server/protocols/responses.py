@@ -18,7 +18,7 @@ from server.logprobs import LogprobFormat
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
 from server.protocols.demands import AnswerFormat, ToolChoice, demand
 from server.protocols.responses_events import ResponsesWriter
-from server.protocols.responses_tools import ToolItem, ToolNames, read_tools
+from server.protocols.responses_tools import ToolItem, ToolNames, read_tools, told_tools
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -262,7 +262,7 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
         "temperature": request.temperature,
         "text": raw.get("text") or {"format": {"type": "text"}},
         "tool_choice": raw.get("tool_choice") or "auto",
-        "tools": raw.get("tools") or [],
+        "tools": told_tools(raw.get("tools") or []),
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": "disabled",

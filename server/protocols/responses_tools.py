@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -39,6 +39,9 @@ class _CustomTool(Wire):
 _Nested = Annotated[_FunctionTool | _CustomTool, Field(discriminator="type")]
 
 
+_IgnoredType = Literal["web_search", "web_search_preview"]
+
+
 class _Namespace(Wire):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
@@ -47,9 +50,10 @@ class _Namespace(Wire):
 
 
 class _Ignored(Wire):
-    """Tools of the vendor's service that a client offers without needing them."""
+    """Tools of the vendor's service that a client offers without needing them. The model is not told of them, and the
+    response, which lists its tools, leaves them out."""
 
-    type: Literal["web_search", "web_search_preview"]
+    type: _IgnoredType
 
 
 ToolItem = Annotated[_FunctionTool | _CustomTool | _Namespace | _Ignored, Field(discriminator="type")]
@@ -90,6 +94,11 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
     if len(set(names)) < len(names):
         raise invalid("tools: tool names must be unique", "tools")
     return tuple(tools), ToolNames(qualified)
+
+
+def told_tools(raw: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of a request's tools that the model is told of."""
+    return [tool for tool in raw if tool.get("type") not in get_args(_IgnoredType)]
 
 
 def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:

@@ -29,6 +29,7 @@ from sessions.store.ram import CANDIDATES, CHECKPOINTS
 from sessions.store.reader import Buffers, Reader, Reading
 from sessions.store.recover import Progress, no_progress, open_disk
 from sessions.store.retention import Point, thin
+from sessions.store.words import REMEDY, why
 from sessions.store.writer import Writer
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def open_store(
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             core.counters["read_only"] = 1
-            _log.warning("the store in %s can only be read: %s", config.directory, error)
+            _log.warning("the store in %s can only be read (%s)", config.directory, why(error))
         owner.check_key(config.directory, cipher)
         disk = open_disk(
             config,
@@ -85,7 +86,8 @@ def open_store(
         core.counters["disk_off"] = 1
         for entry in core.mirror.all():
             core.mirror.remove(entry)
-        _log.warning("the store in %s cannot be used, states are kept in RAM only: %s", config.directory, error)
+        told = "states are kept in RAM only, since the folder %s cannot be used (%s): %s"
+        _log.warning(told, config.directory, why(error), REMEDY)
     except BaseException:
         if lock is not None:
             lock.close()

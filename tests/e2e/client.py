@@ -15,6 +15,7 @@ from typing import Any
 
 from launchers.child_server import ChildServer
 from tests.e2e.drivers import Driver
+from tests.e2e.terminal import Terminal
 
 E2E = Path(__file__).resolve().parents[2] / ".e2e"
 CLOSED = "http://127.0.0.1:9"
@@ -73,6 +74,10 @@ class Client:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\nThe server's log:\n{log}"
         return done.stdout
 
+    def terminal(self, *arguments: str) -> Terminal:
+        """The client as a person sees it."""
+        return Terminal(self._command(arguments), self.project, self._environment())
+
     def interrupt(self, prompt: str) -> float:
         """A new conversation, interrupted as a terminal does it when the answer has begun; the seconds until the server
         had given it up after the client was asked to."""
@@ -87,7 +92,7 @@ class Client:
             start_new_session=True,
         ) as child:
             try:
-                self._wait_for_answer()
+                self.wait_for_answer()
                 seconds = self._press_until_given_up(child.pid)
                 child.wait(RUN_SECONDS)
             finally:
@@ -100,7 +105,7 @@ class Client:
             os.killpg(group, signal.SIGINT)
             start = time.monotonic()
             while time.monotonic() - start < ABORT_SECONDS:
-                if not self._generating():
+                if not self.generating():
                     return time.monotonic() - start
                 time.sleep(POLL_SECONDS)
         raise AssertionError("the server goes on with what nobody waits for, or the client does not stop")
@@ -126,18 +131,28 @@ class Client:
         ask = f"from importlib.metadata import version; print(version({package.name!r}))"
         return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
-    def _wait_for_answer(self) -> None:
-        """Until more of it was said than a title has words."""
+    def wait_for_answer(self) -> None:
+        """Until more of it was said than a title has words. A worker that is busy tells nothing of itself."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self.server.get("/v1/stats")["engine"].get("decoded_tokens", 0) < ANSWER_TOKENS:
+        while (self.server.get("/v1/stats")["engine"] or {}).get("decoded_tokens", 0) < ANSWER_TOKENS:
             assert time.monotonic() < deadline, "the client asked for nothing"
             time.sleep(POLL_SECONDS)
 
-    def _generating(self) -> int:
+    def generating(self) -> int:
+        """How many answers the server is at."""
         return int(self.server.get("/v1/stats")["server"]["open_generations"])
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
-        launch = [sys.executable, "-P", "-m", "launchers.cli", "launch", self.driver.name, "--url", self.server.url]
+        launch = [
+            sys.executable,
+            "-P",
+            "-m",
+            "launchers.cli",
+            "launch",
+            self.driver.harness.name,
+            "--url",
+            self.server.url,
+        ]
         return [*launch, "--", *arguments]
 
     def _environment(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launchers.agents import aider, claude, codex, mini, openclaw, opencode, pi, qwen
@@ -35,7 +35,8 @@ class Driver:
     a prompt. ``small_context``: a length of context in which the work of a test makes it compact, ``compact`` the
     arguments that make it do so where it does not by itself. ``interrupts``: an interrupt is worth testing, since what
     was said before it is kept. ``bears_broken_calls``: a call that breaks off does not end
-    its run. ``loops``: it acts on what its tools said, over several requests."""
+    its run. ``loops``: it acts on what its tools said, over several requests. ``transport``:
+    how it talks to the server, where that is not its usual way."""
 
     harness: Harness
     folders: tuple[str, ...]
@@ -50,10 +51,11 @@ class Driver:
     interrupts: bool = True
     bears_broken_calls: bool = True
     loops: bool = True
+    transport: str = ""
 
     @property
     def name(self) -> str:
-        return self.harness.name
+        return f"{self.harness.name}-{self.transport.lower()}" if self.transport else self.harness.name
 
 
 NODE = ("node_modules/.bin",)
@@ -93,7 +95,10 @@ CODEX = Driver(
     first=("exec", *CODEX_FLAGS, "PROMPT"),
     again=("exec", "resume", "--last", *CODEX_FLAGS, "PROMPT"),
     tools=Tools(lambda command: tool("exec_command", {"cmd": command}), codex_add, codex_change),
+    small_context=7_500,
 )
+OVER_HTTP = ("-c", "model_providers.ft.supports_websockets=false")
+CODEX_HTTP = replace(CODEX, first=(*OVER_HTTP, *CODEX.first), again=(*OVER_HTTP, *CODEX.again), transport="HTTP")
 OPENCODE = Driver(
     opencode.HARNESS,
     MORE,
@@ -143,6 +148,7 @@ OPENCLAW = Driver(
         lambda path, old, new: tool("edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}),
     ),
     bears_broken_calls=False,
+    small_context=35_000,
 )
 
 
@@ -189,4 +195,4 @@ AIDER = Driver(
     interrupts=False,
     loops=False,
 )
-DRIVERS = {driver.name: driver for driver in (CLAUDE, CODEX, OPENCODE, PI, QWEN, OPENCLAW, MINI, AIDER)}
+DRIVERS = {driver.name: driver for driver in (CLAUDE, CODEX, CODEX_HTTP, OPENCODE, PI, QWEN, OPENCLAW, MINI, AIDER)}

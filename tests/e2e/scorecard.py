@@ -64,7 +64,7 @@ def measured(client: Client, scenario: str, result: str, began: float, seconds: 
     return Row(
         client=client.driver.harness.title,
         version=client.version(),
-        scenario=scenario,
+        scenario=f"{scenario} over {client.driver.transport}" if client.driver.transport else scenario,
         requests=len(requests),
         prompt=sum(request["prompt"] for request in requests),
         replayed=sum(request["replayed"] for request in requests),

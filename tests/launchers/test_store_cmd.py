@@ -51,9 +51,12 @@ def ft(capsys: pytest.CaptureFixture[str], directory: Path, *arguments: str) -> 
 
 
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in (["stat"], ["verify"], ["rebuild"], ["gc"], ["forget", "--all"]):
+    for action in (["stat"], ["gc"], ["forget", "--all"]):
         code, _ = ft(capsys, tmp_path / "none", *action)
         assert code == 0
+    for action in (["verify"], ["rebuild"]):
+        code, error = ft(capsys, tmp_path / "none", *action)
+        assert code == 1 and "there is no store in" in error and "--store DIR" in error
     assert not (tmp_path / "none").exists()
 
 

@@ -133,6 +133,7 @@ async def test_calls_of_a_namespace_come_back_with_it(family: Family) -> None:
     assert item.type == "function_call"
     assert (item.name, item.namespace, json.loads(item.arguments)) == ("spawn_agent", "multi_agent_v1", {})
     assert "web_search" not in prompt
+    assert [tool.type for tool in response.tools] == ["namespace", "function"], "what is ignored is not listed"
 
 
 async def test_items_come_back_as_they_went_out(family: Family) -> None:

@@ -16,7 +16,9 @@ from sessions.anchors import PRIORITIES
 from sessions.archive import ArchiveError
 from sessions.persist import Persist, PersistConfig
 from sessions.session import Limits
-from sessions.store.config import StoreBusy, StoreKeyError
+from sessions.store.config import StoreBusy, StoreConfig, StoreKeyError
+from sessions.store.store import open_store
+from sessions.store.words import REMEDY
 from tests.sessions.persist_support import Open, call, loop, restarted
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -180,9 +182,15 @@ def test_files_are_private_and_belong_to_one_process(opened: Open, tmp_path: Pat
     assert busy.value.pid == os.getpid()
 
 
-def test_a_directory_that_cannot_be_used_keeps_nothing_and_stops_nothing(worlds: Any, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_keeps_nothing_and_stops_nothing(
+    worlds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     persist = Persist(PersistConfig(tmp_path / "file" / "sessions"))
+    assert "(Not a directory)" in caplog.text and REMEDY in caplog.text
+    state = open_store(StoreConfig(tmp_path / "file" / "state", "a model", (4096,)))
+    assert caplog.text.count(REMEDY) == 2 and "Errno" not in caplog.text
+    state.close()
     world = worlds(persist=persist)
     agent = world.claude()
     loop(agent)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+REMEDY = "check its owner and whether the disk is full, name another one with --store DIR, or keep nothing: --no-store"
+
 _NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
