@@ -101,7 +101,9 @@ class InPlace:
     def state_in(self, slot: int, parts: slice, source: Staged | None = None) -> Place:
         return Place(self._state(slot, parts), slot, parts)
 
-    def land(self, landings: Sequence[Landing]) -> Here:
+    def mark(self) -> None: ...
+
+    def land(self, landings: Sequence[Landing], after: object) -> Here:
         states = [one for one in landings if isinstance(one, Place) and one.slot >= 0]
         return Here(lambda: all(self.state_finite(one.slot, one.parts) for one in states))
 

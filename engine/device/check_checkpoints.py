@@ -102,11 +102,12 @@ def round_trip(device: Device) -> None:
     same = all(_bytes(one) == b"".join(map(_of, source)) for one, source in zip(staged, sources, strict=True))
     report("pages and states in host memory", "the bytes of indexing", same)
 
+    before = device.staging.mark()
     landings = [
         device.staging.page_in(page, tokens, ALL, one) for (page, tokens), one in zip(where, staged, strict=False)
     ]
     landings += [device.staging.state_in(slot, ALL, one) for slot, one in zip((2, 1), staged[5:], strict=True)]
-    arrival = device.staging.land([one for one in landings if one is not None])
+    arrival = device.staging.land([one for one in landings if one is not None], before)
     arrival.join()
     back = [[tensor[page, :tokens] for tensor in device.pages] for page, tokens in where]
     back += [[tensor[slot] for tensor in device.cache.states] for slot in (2, 1)]

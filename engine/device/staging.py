@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -449,14 +449,17 @@ class Staging:
             (), None, ((blocks + _starts(shape.sizes)[parts]).ravel(), targets.ravel(), lengths.ravel()), state=False
         )
 
-    def land(self, landings: Sequence[Landing]) -> Arrival:
-        """All in one launch, after what was computed so far."""
+    def mark(self) -> Event:
+        return self._lanes.record("main")
+
+    def land(self, landings: Sequence[Landing], after: object) -> Arrival:
+        """All in one launch."""
         landed = [one for one in landings if isinstance(one, Place)]
         flag = self._word() if any(one.state for one in landed) else None
         moves: list[Rows] = []
         for one in landed:
             moves.append(rows(*one.rows, -1 if flag is None or not one.state else 2 * flag))
-        self._lanes.wait("in", self._lanes.record("main"))
+        self._lanes.wait("in", cast(Event, after))
         self._lanes.move("in", np.concatenate(moves), self._flags)
         event = self._lanes.record("in")
         for one in landed:

@@ -73,5 +73,9 @@ class Mover(Protocol):
 
     def state_in(self, slot: int, parts: slice, source: Staged | None = None) -> Landing | None: ...
 
-    def land(self, landings: Sequence[Landing]) -> Arrival:
-        """What was read is there and right: bring it to the device."""
+    def mark(self) -> object:
+        """This moment, in the order of what is computed."""
+
+    def land(self, landings: Sequence[Landing], after: object) -> Arrival:
+        """What was read is there and right: bring it to the device. ``after``: a moment from which on nothing computed
+        needs what was there before."""

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from engine.api import PAGE
 from engine.memory.host import Held
@@ -114,8 +115,9 @@ class Restore:
         self.layered = len(groups) > 1
         self._todo: deque[_Piece] = deque()
         self._pending: deque[_Pending] = deque()
-        self._landed: list[Landing] = []
-        self._arriving: list[Arrival] = []
+        self._landed: list[tuple[int, Landing]] = []
+        self._arriving: list[tuple[int, Arrival]] = []
+        """By group."""
         self._held = True
         store.hold(self._refs)
 
@@ -127,9 +129,12 @@ class Restore:
     def begin(self, mover: Mover, slot: int, table: Sequence[int]) -> None:
         """Ask for everything, as far as there is room for it, group by group, in each the state first. Without one
         page, a plan can reach as far as what lies before it."""
-        self._mover, self._slot, self._begun = mover, slot, time.perf_counter()
+        self._mover, self._slot, self._begun, self._mark = mover, slot, time.perf_counter(), mover.mark()
         self._todo.extend(self._pieces(mover, slot, table, *self._sorted()))
         self._ask()
+        while self._pending and self._pending[0].reading is None:
+            self._take()
+        self._land()
 
     def poll(self) -> bool:
         """Whether nothing is on its way any more."""
@@ -244,7 +249,7 @@ class Restore:
     def _take(self) -> None:
         one = self._pending.popleft()
         if one.reading is None or one.reading.wait():
-            self._landed.append(one.landing)
+            self._landed.append((one.group, one.landing))
         else:
             self.limit = min(self.limit, one.limit)
             one.landing.drop()
@@ -252,19 +257,19 @@ class Restore:
             self.seconds = time.perf_counter() - self._begun
 
     def _land(self) -> None:
-        """What was read goes to the device."""
-        if self._landed:
-            self._arriving.append(self._mover.land(self._landed))
-            self._landed = []
+        """What was read goes to the device, each group's by itself: its layers wait for no more than that."""
+        for group, landed in groupby(self._landed, itemgetter(0)):
+            self._arriving.append((group, self._mover.land([one for _, one in landed], self._mark)))
+        self._landed = []
 
     def _look(self, *, wait: bool) -> None:
         """At what has arrived."""
-        on_the_way: list[Arrival] = []
-        for arrival in self._arriving:
+        on_the_way: list[tuple[int, Arrival]] = []
+        for group, arrival in self._arriving:
             if wait or arrival.done():
                 self.finite = arrival.finite() and self.finite
             else:
-                on_the_way.append(arrival)
+                on_the_way.append((group, arrival))
         self._arriving = on_the_way
 
     def _wait_group(self) -> None:
@@ -272,8 +277,9 @@ class Restore:
         while self._waits_for(self._pending) or self._waits_for(self._todo):
             self._go_on()
         self._land()
-        for arrival in self._arriving:
-            arrival.join()
+        for group, arrival in self._arriving:
+            if group <= self._arrived:
+                arrival.join()
         self._look(wait=False)
         if not self.right:
             raise RestoreFailed
