@@ -133,7 +133,8 @@ class Visit:
         """After ``finish``: what the next message of the user will continue."""
 
     def anchors(self, prompt: Prompt) -> tuple[AnchorPoint, ...]:
-        partings = places(self._place.leads, self._asked_with(prompt).tokens, opening(prompt.spans))
+        leads = self._place.leads
+        partings = places(leads, self._asked_with(prompt).tokens, opening(prompt.spans)) if leads else ()
         return anchor_points(len(prompt.ids), prompt.spans, self._family.probe, self._place.priorities, partings)
 
     def watches(self) -> tuple[WatchPoint, ...]:
