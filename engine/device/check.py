@@ -45,6 +45,7 @@ PARTS = {
     "handshake": Part(
         "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60
     ),
+    "arena": Part("moving the border between slots, pages and states", ("engine.device.check_arena",), 60, False),
     "executor": Part(
         "CPU experts on real threads", ("engine.device.check_offload", "executor", "{library}"), 120
     ),

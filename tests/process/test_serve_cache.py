@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from launchers.child_server import ChildServer
 from launchers.cli import main
 from tests.process.support import HANG_SECONDS
-from tests.process.test_serve import Serve, chat, start
-
-__all__ = ["start"]
+from tests.process.test_serve import chat
 
 
-def test_memory_is_divided_while_an_answer_is_written(
-    start: Serve, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def url(tiny: Path, tmp_path: Path) -> Iterator[str]:
+    arguments = (
+        "--model",
+        str(tiny),
+        "--no-idle-prefill",
+        "--threads",
+        "1",
+        "--kv-bytes",
+        "16m",
+        "--checkpoint-bytes",
+        "16m",
+    )
+    with ChildServer(arguments, tmp_path / "server") as server:
+        yield server.url
+
+
+def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer is the same; what does not fit is refused with the numbers, and nothing of it has happened."""
-    url = start(tiny, kv_bytes=16 << 20).ready()["url"]
 
     def write() -> str:
         answer = httpx.post(**chat(url, 400, temperature=0, messages=[{"role": "user", "content": "hello " * 60}]))
