@@ -1,6 +1,7 @@
 """How long prefill kernels take at the sizes of Qwen3.6-35B-A3B; run by ``engine.kernels.check_prefill``.
 
-Shares are of torch's own product of two bfloat16 matrices, or of its reading of memory, in the same run.
+Times are of graph replays. Shares are of torch's own product of two bfloat16 matrices, or of its reading of memory, in
+the same run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from engine.kernels.timing import (
     WIDTH,
     elapsed,
     make_batch,
+    measure,
     random,
     read_bandwidth,
 )
@@ -40,16 +42,21 @@ ROWS = 8192
 Call = Callable[[], object]
 
 
-def best(call: Call, most: int = 5) -> float:
-    """Microseconds of one call, once it is compiled: the least of a few."""
+def best(call: Call) -> float:
+    """Microseconds of one call in a captured graph of many."""
+    return measure([call], samples=3).microseconds
+
+
+def once(call: Call) -> float:
+    """Microseconds of one slow call, once it is compiled."""
     call()
-    return min(elapsed(call) for _ in range(most))
+    return elapsed(call)
 
 
 def matmul_rate() -> float:
     """Floating-point operations a second of torch's product of 8,192 x 8,192 matrices."""
     a, b = random(8192, 8192, dtype=torch.bfloat16), random(8192, 8192, dtype=torch.bfloat16)
-    return 2 * 8192**3 / best(partial(torch.mm, a, b), 10) * 1e6
+    return 2 * 8192**3 / best(partial(torch.mm, a, b)) * 1e6
 
 
 def tell(name: str, microseconds: float, amount: float, bound: float, unit: str, note: str = "") -> None:
@@ -129,11 +136,11 @@ def time_attention(rate: float) -> None:
 def time_recurrences(reading: float) -> None:
     for rows in (ROWS, 200):
         work = Delta(rows)
-        took, serial = best(work), best(work.serial, 2)
+        took, serial = best(work), once(work.serial)
         tell(f"gated delta of {rows}", took, work.nbytes, reading, "B", f"token by token {serial / took:.1f} x")
         x, weight, window = random(rows, CHANNELS), random(CHANNELS, WIDTH), random(1, CHANNELS, WIDTH - 1)
         took = best(partial(prefill_conv.conv, x, weight, window, work.batch))
-        serial = best(partial(recurrent.conv, x, weight, window, work.batch), 2)
+        serial = once(partial(recurrent.conv, x, weight, window, work.batch))
         tell(f"conv of {rows}", took, 2 * x.nbytes, reading, "B", f"token by token {serial / took:.1f} x")
 
 
