@@ -22,6 +22,9 @@ from test_poison import poisoned, test_pages_without_numbers_are_not_kept  # noq
 from test_store import test_abort_while_something_is_read  # noqa: F401
 
 from engine.api import Admin
+from engine.memory.keys import encode
+from engine.memory.restore import AFTER, LAYER_GROUPS
+from engine.sequence import TIP
 
 
 def histories(bench: Bench, sessions: int, turns: int, cold: Bench) -> tuple[int, list[int]]:
@@ -157,3 +160,21 @@ def test_the_double_finds_out_who_does_not_wait(
     cold = Bench(directory)
     with pytest.raises((AssertionError, IndexError)):
         histories(bench, 4, 3, cold)
+
+
+def test_all_of_it_is_on_its_way_before_a_layer_is_computed(tiny: Callable[..., Path], device: Device) -> None:
+    """Else a layer's part would come only after the layers before it had been computed."""
+    bench = Bench(tiny("qwen3_5_moe", layers=LAYERS))
+    tokens, memory, lanes = prompt(1, 400), bench.memory, device.stagings[-1]._lanes
+    bench.ask(tokens, SHORT, session="s")
+    memory.index.clear()
+    lease = memory.open(memory.plan(encode([*tokens, 1]), ""), "s", side=False, layered=True)
+    submitted = lanes.submitted["in"]
+    restore, wait = lease.restore, memory.overlap(lease)
+    assert restore is not None and [group for group, _ in restore._arriving] == list(range(LAYER_GROUPS))
+    for layer in (*range(LAYERS), AFTER):
+        wait(layer)
+    assert lanes.submitted["in"] == submitted and restore.poll()
+    assert memory.restored(lease, [*tokens, 1]) is None
+    memory.close(lease, tokens, len(tokens), TIP)
+    bench.check()
