@@ -76,18 +76,16 @@ class PrefillBench(Bench):
 
     def _split_seconds(self, experts: OffloadedExperts, rows: int) -> float:
         """Of all layers of the last call: the longer of what the link and the CPU take for their experts."""
-        layout, costs = self._pool.layout, experts.prefill.costs
+        layout, costs, link = self._pool.layout, experts.prefill.costs, self.bandwidths.link
         if rows <= DECODED:
             part = layout.nbytes / layout.parts
-            work = experts.residency.work.tolist()
-            return sum(
-                max(layer[FETCHED] * part / self.bandwidths.link, layer[CPU] * part / self.bandwidths.cpu)
-                for layer in work
-            )
-        on_link = layout.nbytes / self.bandwidths.link
-        told = experts.prefill.waves.told.tolist()
+            cpu = self.bandwidths.cpu
+            work: list[list[int]] = experts.residency.work.tolist()
+            return sum(max(layer[FETCHED] * part / link, layer[CPU] * part / cpu) for layer in work)
+        told: list[list[int]] = experts.prefill.waves.told.tolist()
         return sum(
-            max(layer[LINK] * on_link, 1e-9 * (layer[LEFT] * costs.cpu + layer[ROWS] * costs.row)) for layer in told
+            max(layer[LINK] * layout.nbytes / link, 1e-9 * (layer[LEFT] * costs.cpu + layer[ROWS] * costs.row))
+            for layer in told
         )
 
     def _forwards(

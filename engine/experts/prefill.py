@@ -22,8 +22,8 @@ from engine.experts.waves import TAIL, Fetches, Waves
 from engine.kernels import experts as kernels
 from engine.kernels import grouped, waves
 
-CHUNK = 2048
-"""Rows of one product: what lies between the products takes memory."""
+CHUNK = 8192
+"""Rows of one product at most: what lies between the products takes memory."""
 SUFFIX = 1024
 """Rows that an executor should take, for the CPU to help with calls of up to so many."""
 _RING = 8
@@ -201,7 +201,7 @@ class Prefill:
         """Add what the experts at ``where`` give."""
         layout, pairs = self._pool.layout, part.ids.numel()
         groups = grouped.Groups(part.order, part.start, where)
-        inner, out = part.x.new_empty(pairs, layout.inner), y.new_empty(pairs, layout.hidden)
+        inner, out = part.x.new_empty(pairs, layout.inner), part.x.new_empty(pairs, layout.hidden)
         some = torch.empty_like(y[part.rows])
         grouped.gate_up(part.x, self._slots, layout, groups, inner)
         grouped.down(inner, self._slots, layout, groups, out)

@@ -86,6 +86,7 @@ class Case:
                 patch.setattr(prefill, name, module)
             patch.setattr(offload, "kernels", decode_twins(self.pool, self.executor))
             patch.setattr(offload, "resolve", residency.resolve)
+            patch.setattr(prefill, "CHUNK", 300)
         self.plain = [self._plain(layer) for layer in range(LAYERS)]
 
     def _plain(self, layer: int) -> ReferenceExperts:
