@@ -27,6 +27,7 @@ from engine.messages import decode, encode
 from launchers.bench_api_bodies import PROTOCOLS, anthropic, steps_of
 from launchers.bench_api_parts import Part, Times, parts
 from parsers.load import Family, FamilyError, load_family
+from server.front import settle
 
 MAX_LOADS, MAX_TOKEN_US, MAX_IDLE = 5.0, 50.0, 0.02
 AIM_MS = 15.0
@@ -288,6 +289,7 @@ class Results:
 
 async def measure(model: Path, tokens: int, idle_seconds: float, say: Callable[[str], None]) -> Results:
     family = load_family(model)
+    settle()  # or collections would look at the vocabulary while json.loads is timed
     worker, results = Worker(family), Results([], [], [])
     with TemporaryDirectory(prefix="ft-api-") as folder:
         socket = f"{folder}/worker"

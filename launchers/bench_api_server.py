@@ -18,7 +18,7 @@ from engine.api import Request, Sampling
 from engine.client import EngineClient
 from parsers.load import load_family
 from server.app import create_app
-from server.front import FrontConfig, Patience
+from server.front import FrontConfig, Patience, settle
 from server.settings import ServerSettings
 from server.state import ServerState
 from sessions.tracker import Sessions
@@ -31,6 +31,7 @@ async def serve(model: Path, socket: str) -> None:
     await client.connect(socket)
     family = load_family(model)
     state = ServerState(client, family, Sessions(family), ServerSettings(idle_prefill=False))
+    settle()
     server = uvicorn.Server(FrontConfig(create_app(state), Patience(), port=0))
     serving = asyncio.create_task(server.serve())
     while not server.started:

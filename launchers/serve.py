@@ -27,7 +27,7 @@ from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
 from parsers.load import Family, FamilyError, load_family
 from server.app import create_app
-from server.front import BACKLOG, FrontConfig, Patience, Tls
+from server.front import BACKLOG, FrontConfig, Patience, Tls, settle
 from server.history import Stored
 from server.script import Script, ScriptError
 from server.settings import LOOPBACK_HOSTS, ServerSettings
@@ -125,6 +125,7 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
             history=Stored(persist),
         )
         patience = Patience(connections=_connections())
+        settle()
         api = _Api(FrontConfig(create_app(state), patience, tls, ws_max_size=settings.max_body))
         watching = asyncio.create_task(keys.watch(settings.api_key_file, settings.api_keys, state.keys), name="keys")
         stack.callback(watching.cancel)
