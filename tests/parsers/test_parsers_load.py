@@ -196,7 +196,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(vocabulary: Callable[[st
     while encoding.is_alive():
         turns += 1
         encoding.join(0.001)
-    assert turns > 20
+    assert turns > 3  # at most two where it held the interpreter
 
 
 @pytest.mark.deep

@@ -19,7 +19,7 @@ from engine.device.memory import Sizes, allocate
 from engine.device.partition import Partition
 from engine.layers.ops import CPU
 from engine.layers.reference import ReferenceOps
-from engine.loading import Engine
+from engine.loading import CHUNK, Engine
 from engine.memory.memory import Memory
 from engine.memory.restore import layer_groups
 from engine.memory.store import StateStore
@@ -187,7 +187,7 @@ class Machine:
             incarnation=f"{self._lives}",
         )
         partition = Partition(FixedArena(device, Shapes(model.manifest, torch.float32, 0), sizes), memory)
-        return Engine(info, runner, memory, partition, setup.context)
+        return Engine(info, runner, memory, partition, setup.context, CHUNK)
 
     def _open(self, fingerprint: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore | None:
         if not self.setup.store:
