@@ -93,7 +93,6 @@ class DeviceRunner(Runner):
         counters, shares = residency.counters.tolist(), residency.share.tolist()
         only_link, only_cpu = shares.count(ONE), shares.count(0)
         return gauges | {
-            "expert_slots": float(residency.limit.item()),
             "experts_hit": float(counters[HITS]),
             "experts_fetched": float(counters[FETCHED]),
             "experts_on_cpu": float(counters[CPU]),
