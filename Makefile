@@ -22,7 +22,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/ft demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not deep and not e2e"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not deep and not e2e"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -62,7 +62,7 @@ def test_12_a_state_that_is_no_number_is_never_kept(hashes: Make) -> None:
     name = machine.submit(known + tokens(3, 20), tokens(4, 40))
     while len(machine.answers[name].tokens) < len(known) + 30:
         machine.step()
-    states = machine.scheduler._runner.cache.states
+    states = machine.scheduler.runner.cache.states
     slots = [one.lease.slot for one in machine.scheduler._running if one.lease]
     for slot in slots:
         states[0][slot].fill_(float("nan"))
