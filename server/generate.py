@@ -194,7 +194,7 @@ def _budget(prompt: int, options: Options, settings: ServerSettings, limit: int)
     """Tokens the answer may have. Raises ApiError; one token at least must be left for the answer."""
     if prompt > limit - 1:
         raise ApiError.prompt_too_long(prompt, limit - 1)
-    wanted = options.max_tokens or settings.default_output_tokens or limit - prompt
+    wanted = settings.default_output_tokens or limit - prompt if options.max_tokens is None else options.max_tokens
     if settings.max_output_tokens:
         wanted = min(wanted, settings.max_output_tokens)
     if prompt + wanted > limit and options.strict_budget:

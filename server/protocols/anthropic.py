@@ -127,7 +127,8 @@ class CountRequest(Wire):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=0)
+    """0: the prompt is computed, for what comes later."""
     stream: bool = False
     stop_sequences: StopStrings = Field(default_factory=list)
     temperature: float | None = Field(default=None, ge=0, le=2)

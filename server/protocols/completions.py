@@ -62,6 +62,8 @@ class CompletionsRequest(SampledRequest):
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0: the prompt is computed, for what comes later."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
@@ -76,7 +78,8 @@ def reader(token_bytes: TokenBytes) -> WireProtocol:
 
 def _read(request: CompletionsRequest, headers: Mapping[str, str], namespace: str, token_bytes: TokenBytes) -> Inbound:
     _refuse(request)
-    n, max_tokens = request.n or 1, request.max_tokens or _DEFAULT_TOKENS
+    n = request.n or 1
+    max_tokens = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     return Inbound(
         Conversation(()),
         replace(

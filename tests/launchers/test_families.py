@@ -67,6 +67,7 @@ def test_a_checkpoint_is_told_its_family(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "hermes is taken" in said and "survives a new user turn: " in said
     assert "does not fit: " in said and "kimi_k2" in said
+    assert "hy3: no control token of the vocabulary is like <｜hy_User…｜>" in said
     template.write_text("{{ messages[0].content }}")
     assert main(["families", "check", str(tmp_path)]) == 1
     said, problem = capsys.readouterr()

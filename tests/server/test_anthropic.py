@@ -228,6 +228,21 @@ async def test_sampling_of_the_request_and_defaults_of_the_model(family: Family)
     assert set(family.stop_tokens) == set(default.stop_tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_tokens_at_all_compute_the_prompt(family: Family, stream: bool) -> None:
+    """As a client asks who wants it computed before it has a question."""
+    async with serving(family, Answer("", reason="length")) as server:
+        client = server.anthropic()
+        asked: Any = {"model": "local-moe", "max_tokens": 0, "messages": [{"role": "user", "content": "Hi"}]}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+        else:
+            message = await client.messages.create(**asked)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+    assert server.worker.requests[0].sampling.max_tokens == 0
+
+
 async def test_errors_that_clients_recover_from(family: Family) -> None:
     async with serving(family, context_length=200) as server:
         client = server.anthropic()

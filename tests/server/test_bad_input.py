@@ -36,7 +36,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     # Anthropic Messages
     (MESSAGES, {"max_tokens": None}, "max_tokens"),
     (MESSAGES, {"max_tokens": "9"}, "max_tokens"),
-    (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+    (MESSAGES, {"max_tokens": -1}, "max_tokens"),
     (MESSAGES, {"messages": []}, "at least one message"),
     (MESSAGES, {"messages": "Hi"}, "messages"),
     (MESSAGES, {"messages": [{"role": "robot", "content": "Hi"}]}, "role"),
@@ -150,7 +150,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (RAW, {"suffix": "x"}, "suffix: no text is filled in"),
     (RAW, {"best_of": 2}, "best_of"),
     (RAW, {"echo": True, "logprobs": 0}, "echo: a prompt's own logprobs"),
-    (RAW, {"max_tokens": 0}, "max_tokens"),
+    (RAW, {"max_tokens": -1}, "max_tokens"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
     (RAW, {"logprobs": 21}, "logprobs"),
     (RAW, {"logit_bias": {"99999999": 1}}, "not a token id"),
 ]

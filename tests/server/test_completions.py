@@ -226,3 +226,10 @@ def test_the_synchronous_sdk(family: Family) -> None:
             return await asyncio.to_thread(work, server.url)
 
     assert asyncio.run(serve()) == TEXT
+
+
+async def test_no_tokens_at_all_give_back_the_prompt(family: Family) -> None:
+    async with serving(family, Answer("", reason="length")) as server:
+        answer = await server.openai().completions.create(model="local-moe", prompt="Hi", max_tokens=0, echo=True)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hi", "length")
+    assert server.worker.requests[0].sampling.max_tokens == 0
