@@ -12,7 +12,7 @@ import pytest
 from device_double import Device, LateLanes, on_device  # noqa: F401
 from engine_support import GREEDY, Anchor, Bench, prompt, replace, same_bits
 from store_fake import FakeStore
-from store_support import BOTH, SHORT, check, page_bytes
+from store_support import SHORT, check, page_bytes
 from test_overlap import (  # noqa: F401 - run here, too
     LAYERS,
     test_abort_at_any_step,
@@ -43,7 +43,10 @@ def histories(bench: Bench, sessions: int, turns: int, cold: Bench) -> tuple[int
     return hosted, told["0"]
 
 
-@pytest.mark.parametrize(("arch", "store"), [("qwen3_5_moe", True), ("qwen3_5_moe", False), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("arch", "store"),
+    [("qwen3_5_moe", False), ("qwen3_moe", True), pytest.param("qwen3_5_moe", True, marks=pytest.mark.deep)],
+)
 def test_what_the_device_gave_up_comes_from_host_memory(
     tiny: Callable[..., Path], arch: str, store: bool, device: Device
 ) -> None:
@@ -63,7 +66,7 @@ def test_rings_smaller_than_a_checkpoint(tiny: Callable[..., Path], device: Devi
     device.gathered, device.ring, device.eager = state // 2, state // 2, 0.02
     store = FakeStore()
     bench = Bench(directory, store, kv_bytes=24 * page_bytes(directory), checkpoint_bytes=1)
-    _, tokens = histories(bench, 3, 2, Bench(directory))
+    _, tokens = histories(bench, 2, 2, Bench(directory))
     bench.scheduler.close(1.0)
     again = store.restarted()
     again.delay = 10**9
@@ -77,7 +80,7 @@ def test_rings_smaller_than_a_checkpoint(tiny: Callable[..., Path], device: Devi
         check(bench, again)
 
 
-@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", pytest.param("qwen3_moe", marks=pytest.mark.deep)])
 def test_a_host_tier_that_has_room_for_little(tiny: Callable[..., Path], device: Device, arch: str) -> None:
     directory = tiny(arch)
     device.page_blocks, device.state_blocks = 12, 2
@@ -112,6 +115,7 @@ def test_what_was_on_its_way_when_the_process_died_is_computed_again(tiny: Calla
     assert min(found) == 0 and max(found) >= 128
 
 
+@pytest.mark.deep
 def test_a_turn_that_had_to_give_way_goes_on_from_host_memory(tiny: Callable[..., Path], device: Device) -> None:
     directory = tiny("qwen3_5_moe", layers=LAYERS)
     whole = Bench(directory)
@@ -140,7 +144,9 @@ def test_a_session_is_forgotten_in_host_memory_too(tiny: Callable[..., Path], de
     bench.check()
 
 
-@pytest.mark.parametrize("lost", ["wait", "copy_out", "move"])
+@pytest.mark.parametrize(
+    "lost", ["wait", *(pytest.param(lost, marks=pytest.mark.deep) for lost in ("copy_out", "move"))]
+)
 def test_the_double_finds_out_who_does_not_wait(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -166,7 +172,7 @@ def test_all_of_it_is_on_its_way_before_a_layer_is_computed(tiny: Callable[..., 
     """Else a layer's part would come only after the layers before it had been computed."""
     bench = Bench(tiny("qwen3_5_moe", layers=LAYERS))
     tokens, memory, lanes = prompt(1, 400), bench.memory, device.stagings[-1]._lanes
-    bench.ask(tokens, SHORT, session="s")
+    bench.ask(tokens, replace(GREEDY, max_tokens=0), session="s")
     memory.index.clear()
     lease = memory.open(memory.plan(encode([*tokens, 1]), ""), "s", side=False, layered=True)
     submitted = lanes.submitted["in"]
