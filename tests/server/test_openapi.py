@@ -133,7 +133,7 @@ def test_the_description_says_what_the_models_read() -> None:
     assert "function_call" in schemas["chat.Message"]["properties"]
     assert schemas["CompletionsRequest"]["properties"]["prompt"]["anyOf"][0] == {"type": "string"}
     assert schemas["anthropic.Message"]["properties"]["content"]["anyOf"][0] == {"type": "string"}
-    assert schemas["MessagesRequest"]["properties"]["max_tokens"] == {"minimum": 1, "type": "integer"}
+    assert schemas["MessagesRequest"]["properties"]["max_tokens"] == {"minimum": 0, "type": "integer"}
 
 
 def test_every_reference_leads_somewhere() -> None:
