@@ -256,8 +256,8 @@ def check(folder: Path, machine: Machine, config: Qwen35MoeConfig) -> bool:
 
 
 def _rest(config: Qwen35MoeConfig) -> int:
-    """Bytes of the device for all but experts, roughly: twice the embedding, mixers, pages and states."""
-    return 4 * config.vocab * config.hidden + (1 << 30)
+    """Bytes of the device for all but experts, roughly: twice the embedding; mixers, pages, states, a step's work."""
+    return 4 * config.vocab * config.hidden + (7 << 28)
 
 
 def main() -> int:

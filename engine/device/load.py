@@ -7,6 +7,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.api import PAGE, EngineConfig, StoreSettings
@@ -104,6 +105,7 @@ def load_runner(
         model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
         most=min(plan.rows, config.max_sequences), device=device,
     )  # fmt: skip
+    torch.set_num_threads(1)  # they would compete with those that compute experts
     runner.prepare(progress)
     _log.info("%s: %s", machine.gpu, plan.told())
     return Loaded(runner, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)

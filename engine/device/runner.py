@@ -53,6 +53,11 @@ class DeviceRunner(Runner):
 
     def prepare(self, progress: Progress) -> None:
         """Capture all graphs. Before any sequence is there."""
+        page, state = _WARM_UP
+        for tensor in (*self.cache.keys, *self.cache.values):
+            tensor[page] = 0
+        for tensor in self.cache.states:
+            tensor[state] = 0  # what was never written may be no number
         for rows in range(1, self._most + 1):
             self._steps.prepare(rows)
             progress("decode steps", rows, self._most)
@@ -60,16 +65,11 @@ class DeviceRunner(Runner):
     def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
         wanted = [part.temperature for part in parts if part.logits]
         decodes = wait is all_there and self._decodes(parts)
-        if decodes:
-            step = self._steps.launch(parts)
-            if self._experts is not None and self._learns:
-                self._experts.learn()  # from the step before, while this one runs
-            reduced, logits = self._steps.wait(len(parts)), step.logits
-            self._graphs += 1
-        else:
-            reduced, logits = self._at_once(parts, wanted, wait)
-        if self._experts is not None:
-            self._experts.after_step()
+        try:
+            reduced, logits = self._replay(parts) if decodes else self._at_once(parts, wanted, wait)
+        finally:
+            if self._experts is not None:
+                self._experts.after_step()
         self._learns = decodes
         return best_of(reduced, wanted, self.model.vocab_size, lambda row: self._fetch(logits, row))
 
@@ -119,6 +119,13 @@ class DeviceRunner(Runner):
             part.logits and len(part.tokens) == 1 and not part.snapshots and len(part.table) <= self._pages
             for part in parts
         )
+
+    def _replay(self, parts: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+        step = self._steps.launch(parts)
+        if self._experts is not None and self._learns:
+            self._experts.learn()  # from the step before, while this one runs
+        self._graphs += 1
+        return self._steps.wait(len(parts)), step.logits
 
     @torch.inference_mode()
     def _at_once(self, parts: Sequence[Rows], wanted: Sequence[float], wait: Wait) -> tuple[Tensor, Tensor]:

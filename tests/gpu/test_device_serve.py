@@ -254,3 +254,20 @@ def test_what_leaves_the_device_is_kept_in_host_memory(
                 assert outcome.reuse.resumed == 139 * turn and (outcome.reuse.host > 0) == bool(turn)
     with pytest.raises(BadConfig, match=r"no room for a page and a state.*--host-cache"):
         Bench(directory, store_settings=StoreSettings("unused", host_bytes=1 << 20), **room, **device)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", ["qwen3_5_moe", "qwen3_moe"])
+def test_with_the_kernels_themselves(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str, tmp_path: Path
+) -> None:
+    """In Triton's interpreter, which takes seconds for a token."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    greedy = replace(GREEDY, max_tokens=3)
+    options = limited(model(arch), on_device(experts="hybrid", split=0.5, slots=5, **ROOM))
+    with bench(model(arch)) as on_cpu, bench(model(arch), max_sequences=SEQUENCES, **options) as made:
+        names = [(one.submit(prompt(1, 3), greedy), one.submit(prompt(2, 2), greedy)) for one in (on_cpu, made)]
+        on_cpu.run()
+        made.run()
+        same([made.outcomes[name] for name in names[1]], [on_cpu.outcomes[name] for name in names[0]])
