@@ -133,14 +133,15 @@ def _within(
         key_size = 1.0 / tl.sqrt(key_size + 1e-6)
         query_size = scale / tl.sqrt(query_size + 1e-6)
         strength = tl.load(beta + at, mask=here, other=0.0)
-        total = tl.cumsum(tl.load(decay + at, mask=here, other=0.0), axis=0)
+        # Differences of large sums may be small: in float32 they would be off by 1e-4.
+        total = tl.cumsum(tl.load(decay + at, mask=here, other=0.0).to(tl.float64), axis=0)
         last = tl.sum(tl.where(i == length - 1, total, 0.0))
-        fade = tl.exp(total)
+        fade = tl.exp(total.to(tl.float32))
         tl.store(fades + at * 2, fade, mask=here)
-        tl.store(fades + at * 2 + 1, tl.exp(last - total), mask=here)
+        tl.store(fades + at * 2 + 1, tl.exp((last - total).to(tl.float32)), mask=here)
 
-        since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        since *= key_size[None, :]
+        since = (total[:, None] - total[None, :]).to(tl.float32)
+        since = tl.exp(tl.where(i[:, None] >= i[None, :], since, float("-inf"))) * key_size[None, :]
         strict = tl.where(i[:, None] > i[None, :], alike * since * (strength * key_size)[:, None], 0.0)
         high, low = _halves(_inverse(strict, CHUNK, BLOCKS, HALF), HALF)
         asked_high, asked_low = _halves(asked * since * query_size[:, None], HALF)
@@ -203,7 +204,7 @@ def _along(
     memory = tl.load(cells + slot, mask=inside, other=0.0)
     for number in tl.static_range(SNAPSHOTS):
         _keep(memory, cells, snapshots + number * 3, sequence, 0, slot_stride, inside)
-    for start in range(-offset, rows, CHUNK):
+    for start in range(-offset, tl.where(rows > 0, rows, -offset), CHUNK):
         begin, end = tl.maximum(start, 0), tl.minimum(start + CHUNK, rows)
         here = begin + i < end
         at = (first + begin) * heads + head
