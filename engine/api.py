@@ -270,8 +270,8 @@ class EngineConfig:
     ``dtype``: dtype the weights and attention pages are held in (``auto``: as in the checkpoint). ``kv_bytes``: room
     for attention pages. ``checkpoint_bytes``: room for recurrent-state checkpoints. ``context_length`` 0: the model's.
     ``kernels``: ``native`` (C++) or ``reference`` (torch twins). ``instruction_set``: ``auto`` or one of the native
-    library's. ``threads`` 0: one per physical core. ``chunk_tokens`` of a prompt are computed in one step (0: as many as
-    suit the device). ``store`` None: state ends with the worker.
+    library's. ``threads`` 0: one per physical core. ``chunk_tokens`` of a prompt are computed in one step (0: as many
+    as suit the device). ``store`` None: state ends with the worker.
 
     ``device``: what the model runs on; ``auto`` takes a GPU if there is one that can be used. The fields after it are
     for GPUs alone. ``experts``: where routed experts are computed. ``device``: on the GPU, which holds all of them; the
