@@ -23,6 +23,7 @@ from engine.device.bench import Experts
 from engine.device.check_offload import GPU, Failure, report
 from engine.device.driver import CudaDriver, Driver
 from engine.device.graph import DecodeSteps
+from engine.device.hosted import GATHERED, RING
 from engine.device.lanes import CudaLanes
 from engine.device.staging import Lanes, Room, Staging, shapes
 from engine.experts.layout import FORMATS, Layout
@@ -43,7 +44,6 @@ from engine.runner import Rows, Runner, make_cache
 from engine.sequence import TIP
 
 TOKENS = 100_000
-GATHERED, RING = 160 << 20, 64 << 20
 LEAST_RATE, MOST_COST = 0.8, 0.01
 STEPS_PER_TURN = 192
 """Decode steps between two checkpoints: the median answer of a coding agent."""

@@ -13,8 +13,8 @@ from engine.memory.host import HostTier
 from engine.memory.store import StateStore
 from engine.models.model import Cache
 
-GATHERED = 32 << 20
-"""Bytes of the device in which is gathered what leaves."""
+GATHERED = 96 << 20
+"""Bytes of the device in which is gathered what leaves: a state of 63 MB and pages beside it hold up nothing."""
 RING = 64 << 20
 """Bytes of host memory for what is read from disk, on its way to the device."""
 

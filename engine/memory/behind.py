@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TypedDict
 
 from engine.api import PAGE
@@ -18,6 +19,8 @@ SETTLE_SECONDS = 5.0
 """A checkpoint that is not certain to be wanted again is handed over when it has survived as long."""
 RETRY_SECONDS = 60.0
 """When one that the store did not take is offered again."""
+LATE = 64
+"""So many pages that found no room are tried again in a step."""
 
 
 class _Wanted(TypedDict):
@@ -59,9 +62,10 @@ class WriteBehind:
             return
         if self._host is not None:
             self._host.tick(now)
-        if self._late:
-            late, self._late = list(self._late), {}
-            self.pages([node for node in late if node.parent is not None and node in node.parent.children])
+        late = list(islice(self._late, LATE))
+        for node in late:
+            del self._late[node]
+        self.pages([node for node in late if node.parent is not None and node in node.parent.children])
         for checkpoint, due in self._due.items():
             if due <= now:
                 self.state(checkpoint)
