@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.memory.keys import PAGE_BYTES, common_tokens
+from engine.memory.keys import PAGE_BYTES, common_tokens, page_key
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,13 @@ class History:
         else:
             pages.insert(at, tokens)
         self._touch((previous, tokens, False))
+
+    def add_chain(self, key: bytes, tokens: bytes) -> None:
+        """Pages one after the other, after the page with this key."""
+        for start in range(0, len(tokens), PAGE_BYTES):
+            page = tokens[start : start + PAGE_BYTES]
+            self.add_page(key, page)
+            key = page_key(key, page)
 
     def add_checkpoint(self, previous: bytes, tail: bytes) -> None:
         """A checkpoint after ``tail`` (less than a page) after the page with key ``previous``."""

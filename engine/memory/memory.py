@@ -13,7 +13,7 @@ from engine.memory import resume
 from engine.memory.behind import WriteBehind, place
 from engine.memory.history import History
 from engine.memory.index import Node, PageIndex
-from engine.memory.keys import PAGE_BYTES, encode, page_key, root_key
+from engine.memory.keys import encode, root_key
 from engine.memory.mover import Mover
 from engine.memory.pages import PagePool
 from engine.memory.restore import WHOLE, Group, Restore
@@ -183,7 +183,7 @@ class Memory:
         restore = _restore(lease)
         self.advance(lease, tokens, restore.limit)
         if restore.limit < restore.position:
-            self._remember_chain(lease.root, encode(tokens[: restore.position]))
+            self.history.add_chain(lease.root, encode(tokens[: restore.position]))
             self._let_go(lease)
             return restore.limit
         self._reserve_keep(lease, restore)
@@ -472,14 +472,6 @@ class Memory:
         """Take a checkpoint that gives way to another off its page."""
         self.behind.drop(checkpoint)
         self.index.detach(checkpoint)
-
-    def _remember_chain(self, root: bytes, tokens: bytes) -> None:
-        """These tokens were computed once, though they are lost."""
-        key = root
-        for start in range(0, len(tokens), PAGE_BYTES):
-            page = tokens[start : start + PAGE_BYTES]
-            self.history.add_page(key, page)
-            key = page_key(key, page)
 
     def _remember_page(self, parent: Node, tokens: bytes) -> None:
         if parent.key is not None:
