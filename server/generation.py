@@ -21,9 +21,9 @@ from sessions.tracker import ReuseReport, Visit
 
 _log = logging.getLogger(__name__)
 
-PACE = 0.01
-"""Seconds between two events of an answer, at least: more a second nobody can see, and each costs a write here and a
-read there. The first waits for nothing, and neither does the end."""
+PACE = 1 / 60
+"""Seconds between two events of an answer, at least: one picture of a display. More nobody can see, and each costs a
+write here and a read there. The first waits for nothing, and neither does the end."""
 
 
 class Parser(Protocol):

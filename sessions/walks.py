@@ -62,15 +62,18 @@ class Walks:
         return best
 
     def keep(self, walk: Walk, instead: Walk) -> None:
-        """``instead``: one that may go, if all of it is in this one too."""
-        if _common(walk.turns, instead.turns) == len(instead.turns) and instead in self._known:
+        """``instead``: one that may go, if this one goes on where it ends."""
+        if _common(walk.turns, instead.turns) >= len(instead.turns) - 1 and instead in self._known:
             self._known.remove(instead)
         self._known.append(walk)
 
 
 def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
+    """How many turns both begin with: the same objects, for to compare what they say would take as long as to walk. The
+    first may only be equal: harnesses change what says nothing in it (``harness``), and it is made anew."""
+    if not some or not others or some[0] != others[0]:
+        return 0
     size = min(len(some), len(others))
-    if all(map(operator.is_, some, others)):
+    if all(map(operator.is_, some[1:], others[1:])):
         return size
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((n for n, (one, other) in pairs if one is not other and one != other), size)
+    return next(at for at in range(1, size) if some[at] is not others[at])
