@@ -25,6 +25,15 @@ without a named cause. Scenarios:
 * **interrupt**: the client is interrupted in the middle of an answer; the server gives up at once, and the next process
   goes on. **malformed calls**: an unknown tool, missing arguments, a call that breaks off.
 * **sub-agent**: the client starts another agent beside the conversation.
+* **terminal**: the client on a terminal of its own, with keys: its folder is trusted, an answer is interrupted with the
+  interrupt key, a file is written, and the client is left by its own command; a side request came beside.
+* **resume after changes**: the repository changes before a new process goes on, and Qwen Code writes its state into the
+  middle of the system text. The first project shows the server where, the next one has a checkpoint there.
+* **over HTTP**: Codex without its WebSocket, which it uses in all other rows but for the turn behind its compaction.
+
+What a client has none of is not there: `ft launch codex` switches Codex's sub-agents off (its title is the side request),
+pi has none, and openclaw has none that its own command starts; openclaw's compaction was never reached, since it keeps
+tokens in reserve by an estimate of its own; mini-swe-agent and aider know no compaction on the way.
 """
 
 

@@ -239,8 +239,9 @@ def allow_files(count: int) -> None:
 
 
 async def test_a_thousand_connections(family: Family) -> None:
+    """None is cut off meanwhile, however long they take to open here."""
     allow_files(4096)
-    async with serving(family, "Hi<|im_end|>") as server:
+    async with serving(family, "Hi<|im_end|>", patience=Patience(head_seconds=600.0)) as server:
         port = int(server.url.rpartition(":")[2])
         pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1000)]
         for _, writer in pipes[::2]:
@@ -274,7 +275,7 @@ async def idle_streams(server: Server, count: int) -> None:
     path = "/v1/messages"
     already = len(server.worker.requests)
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
+        base_url=server.url, timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None)
     ) as http:
 
         async def watch() -> None:
@@ -292,7 +293,7 @@ async def idle_streams(server: Server, count: int) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.wait_for(server.idle(), 60)
+    await server.idle()
 
 
 def held() -> tuple[int, int, int]:
