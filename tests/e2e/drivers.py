@@ -148,7 +148,6 @@ OPENCLAW = Driver(
         lambda path, old, new: tool("edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}),
     ),
     bears_broken_calls=False,
-    small_context=35_000,
 )
 
 

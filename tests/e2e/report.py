@@ -31,9 +31,9 @@ without a named cause. Scenarios:
   middle of the system text. The first project shows the server where, the next one has a checkpoint there.
 * **over HTTP**: Codex without its WebSocket, which it uses in all other rows but for the turn behind its compaction.
 
-What a client has none of is not there: `ft launch codex` switches Codex's sub-agents off (its title is the side request),
-pi has none, and openclaw has none that its own command starts; openclaw's compaction was never reached, since it keeps
-tokens in reserve by an estimate of its own; mini-swe-agent and aider know no compaction on the way.
+What is not in the tables: `ft launch codex` switches Codex's sub-agents off (its title is the side request), pi and
+openclaw start none here, and the work of these tests is too short for openclaw to compact it. mini-swe-agent and aider
+have no second conversation beside the first.
 """
 
 

@@ -275,7 +275,7 @@ async def idle_streams(server: Server, count: int) -> None:
     path = "/v1/messages"
     already = len(server.worker.requests)
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None)
+        base_url=server.url, timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)
     ) as http:
 
         async def watch() -> None:
