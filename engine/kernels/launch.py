@@ -12,6 +12,7 @@ for as much as the work itself. The order of reads and writes stays as without i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-AVAILABLE = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0))
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+AVAILABLE = tl.constexpr(
+    not _INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+)
 LINE = 64
 """Bytes that a request to memory brings in at the least."""
 
