@@ -66,7 +66,7 @@ def test_logits_equal_the_twins(runners: Callable[[str], tuple[Runner, Runner]],
         return got
 
     # Positions start late, on keys of zeros, so that a few rows cross into another page.
-    both(Rows(tokens(17, 0), 40, [3], 1))  # more rows than decode has
+    both(Rows(tokens(17, 0), 40, [3], 1), Rows([3], 0, [6], 4, logits=True))  # more rows than decode has
     both(Rows(tokens(7, 1), 57, [3], 1, snapshots=[(3, 3), (7, 4)]), Rows([7], 0, [5], 2, logits=True))
     both(Rows([1], 64, [3, 0], 1, logits=True), Rows([9], 1, [5], 2, logits=True))
     # From the snapshot, the same tokens again give the state that going through gave.
