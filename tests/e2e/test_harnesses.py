@@ -125,18 +125,18 @@ def test_what_changes_in_the_opening_is_learnt(client: Start, card: Scorecard) -
     """
     first = client("qwen")
     other = first.beside("another")
-    with card.run(first, "resume after changes, first project"):
-        assert replayed_when_gone_on_with(first) > WORTH, first.requests()
-    with card.run(other, "resume after changes, next project"):
-        assert replayed_when_gone_on_with(other) < 2 * PAGE, other.requests()
+    taught = replayed_when_gone_on_with(first, card, "resume after changes, first project")
+    learnt = replayed_when_gone_on_with(other, card, "resume after changes, next project")
+    assert taught > WORTH and learnt < 2 * PAGE, first.requests()
 
 
-def replayed_when_gone_on_with(one: Client) -> int:
+def replayed_when_gone_on_with(one: Client, card: Scorecard, scenario: str) -> int:
     """In a new process, after the project changed."""
     (one.project / "QWEN.md").write_text(f"This is about {one.project.name}.\n" * 150, encoding="utf-8")
     assert ANSWERED in one.start(ASK)
     before = len(one.requests())
     (one.project / "new.txt").write_text("new\n", encoding="utf-8")
-    assert ANSWERED in one.go_on(ASK)
-    check_counters(one)
+    with card.run(one, scenario):
+        assert ANSWERED in one.go_on(ASK)
+        check_counters(one)
     return max(request["replayed"] for request in one.requests()[before:] if request["kind"] == "main")
