@@ -51,7 +51,7 @@ class _Turns:
         self._store = directory / "store"
         config = EngineConfig(str(model), kv_bytes=3 * (megabytes << 20), checkpoint_bytes=1 << 20, threads=1)
 
-        def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore:
+        def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...], hosted: bool) -> StateStore:
             from sessions.store.config import StoreConfig
             from sessions.store.store import open_store
 

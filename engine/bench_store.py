@@ -194,7 +194,7 @@ def decode(directory: Path, pairs: int) -> dict[str, object]:
     model = write_tiny("qwen3_5_moe", directory / "model", hidden=512, layers=8, context=1 << 17)
     config = EngineConfig(str(model), kv_bytes=256 << 20, checkpoint_bytes=64 << 20, threads=1)
 
-    def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore:
+    def store_of(_: str, pages: tuple[int, ...], states: tuple[int, ...], hosted: bool) -> StateStore:
         from sessions.store.config import StoreConfig
         from sessions.store.store import open_store
 

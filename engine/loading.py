@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...]], StateStore | None]
-"""Given the fingerprint and the bytes of each component of a page and of a state."""
+OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...], bool], StateStore | None]
+"""Given the fingerprint, the bytes of each component of a page and of a state, and whether a tier in host memory will
+be before the store, which then needs none of its own."""
 
 CHUNK = 512
 """Tokens of a prompt that the CPU computes in one step."""
@@ -149,7 +150,8 @@ def _engine(
     store = None
     if open_store is not None:
         progress("store", 0, 1)
-        store = open_store(identity, manifest.page_components(source.dtype), manifest.state_components)
+        components = manifest.page_components(source.dtype), manifest.state_components
+        store = open_store(identity, *components, built.runner.hosted)
     memory = Memory(
         built.runner.mover,
         identity,

@@ -78,6 +78,11 @@ class Runner:
         """What it has to tell of itself, by name."""
         return {}
 
+    @property
+    def hosted(self) -> bool:
+        """Whether a tier in host memory takes what gives way on a device."""
+        return False
+
     def tier(self, store: StateStore | None) -> StateStore | None:
         """Where pages and states go when they give way: to the ``store``, or to what is before it."""
         return store

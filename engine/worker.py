@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Protocol, cast
@@ -98,8 +99,10 @@ def load_scheduler(config: EngineConfig, progress: Progress) -> Scheduler:
 
     settings = config.store
 
-    def open_store(fingerprint: str, page: tuple[int, ...], state: tuple[int, ...]) -> StateStore | None:
-        return None if settings is None else open_worker_store(settings, fingerprint, page, state)
+    def open_store(fingerprint: str, page: tuple[int, ...], state: tuple[int, ...], hosted: bool) -> StateStore | None:
+        if settings is None:
+            return None
+        return open_worker_store(replace(settings, host_bytes=0) if hosted else settings, fingerprint, page, state)
 
     def vocabulary() -> Vocabulary:
         from parsers.tokens import Tokenizer

@@ -102,6 +102,10 @@ class DeviceRunner(Runner):
             "layers_split": float(len(shares) - only_link - only_cpu),
         }
 
+    @property
+    def hosted(self) -> bool:
+        return self._hosted is not None
+
     def tier(self, store: StateStore | None) -> StateStore | None:
         return store if self._hosted is None else self._hosted.tier(store)
 

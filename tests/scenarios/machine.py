@@ -189,7 +189,9 @@ class Machine:
         partition = Partition(FixedArena(device, Shapes(model.manifest, torch.float32, 0), sizes), memory)
         return Engine(info, runner, memory, partition, setup.context, CHUNK)
 
-    def _open(self, fingerprint: str, pages: tuple[int, ...], states: tuple[int, ...]) -> StateStore | None:
+    def _open(
+        self, fingerprint: str, pages: tuple[int, ...], states: tuple[int, ...], hosted: bool
+    ) -> StateStore | None:
         if not self.setup.store:
             return None
         options: dict[str, Any] = {
