@@ -29,7 +29,7 @@ without a named cause. Scenarios:
   interrupt key, a file is written, and the client is left by its own command; a side request came beside.
 * **resume after changes**: the repository changes before a new process goes on, and Qwen Code writes its state into the
   middle of the system text. The first project shows the server where, the next one has a checkpoint there.
-* **over HTTP**: Codex without its WebSocket, which it uses in all other rows but for the turn behind its compaction.
+* **over HTTP**: Codex without its WebSocket, which it uses in all other rows but for the last turn of the longest.
 
 What is not in the tables: `ft launch codex` switches Codex's sub-agents off (its title is the side request), pi and
 openclaw start none here, and the work of these tests is too short for openclaw to compact it. mini-swe-agent and aider
