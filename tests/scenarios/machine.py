@@ -161,9 +161,8 @@ class Machine:
         sizes = Sizes(0, setup.pages, 1 + setup.live + setup.checkpoints)
         device = allocate(model.manifest, torch.float32, 0, sizes, CPU)
         runner = Runner(model, ReferenceOps(), torch.float32, cache=device.cache)
-        store = self._open(
-            f"weights {setup.weights}", model.manifest.page_components(torch.float32), model.manifest.state_components
-        )
+        components = model.manifest.page_components(torch.float32), model.manifest.state_components
+        store = self._open(f"weights {setup.weights}", *components, False)
         memory = Memory(
             runner.mover,
             f"weights {setup.weights}",
