@@ -25,7 +25,8 @@ from engine.device.driver import CudaDriver, Driver
 from engine.device.graph import DecodeSteps
 from engine.device.hosted import GATHERED, RING
 from engine.device.lanes import CudaLanes
-from engine.device.staging import Lanes, Room, Staging, shapes
+from engine.device.room import Room
+from engine.device.staging import Lanes, Staging, shapes
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool, aligned
 from engine.kernels.ops import DeviceOps
@@ -92,7 +93,8 @@ def round_trip(device: Device) -> None:
     back to other places; a number that is none is told of, and of nothing else."""
     where = [(3, PAGE), (0, 17), (7, 1), (5, PAGE), (2, 63)]
     device.pages[1][5, 9, 0, 0] = float("nan")
-    staged = [*device.staging.stage_pages(where), *filter(None, (device.staging.stage_state(slot) for slot in (1, 2)))]
+    staged = device.staging.stage_pages(where)
+    staged += filter(None, [device.staging.stage_state(slot, wait=True) for slot in (1, 2)])
     sources = [[tensor[page, :tokens].clone() for tensor in device.pages] for page, tokens in where]
     sources += [[tensor[slot].clone() for tensor in device.cache.states] for slot in (1, 2)]
     for tensor in (*device.pages, *device.cache.states):

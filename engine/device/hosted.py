@@ -7,7 +7,8 @@ import mmap
 import torch
 
 from engine.device.driver import Driver
-from engine.device.staging import Lanes, Room, Shape, Staging, shapes
+from engine.device.room import Room, Shape
+from engine.device.staging import Lanes, Staging, shapes
 from engine.experts.pool import aligned
 from engine.memory.host import HostTier
 from engine.memory.store import StateStore

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from engine.device.staging import Event, Lane, Rows
+from engine.device.room import Event, Rows
+from engine.device.staging import Lane
 from engine.kernels.gather import ACROSS, ON_DEVICE, move, upload
 
 _FIRST = -1

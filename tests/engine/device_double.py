@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device.staging import Event, Lane, Room, Rows, Staging, shapes
+from engine.device.room import Event, Room, Rows
+from engine.device.staging import Lane, Staging, shapes
 from engine.experts.pool import aligned
 from engine.kernels.gather_twin import move
 from engine.memory.host import HostTier

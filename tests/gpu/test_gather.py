@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device.staging import Shape, rows
+from engine.device.room import Shape
+from engine.device.staging import rows
 from engine.kernels import gather, gather_twin
 
 ALL = slice(None)
