@@ -11,6 +11,8 @@ from launchers.running import ServerProblem, ask, get
 
 USED = ("cached", "held", "kept")
 SIZES = {"pages": "page_bytes", "checkpoints": "checkpoint_slot_bytes"}
+DIVIDING_SECONDS = 120.0
+"""Memory is divided between two steps, and a step of a long prompt takes a slow machine seconds."""
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -44,8 +46,8 @@ def cache(url: str, api_key: str, wanted: Mapping[str, int | bool | None], *, as
     if named.get("auto") and len(named) > 1:
         raise ServerProblem("--auto is for when the engine is to decide: name no number besides it")
     if named:
-        ask("POST", url, "/v1/cache", api_key, json=named)
-    show(ask("GET", url, "/v1/cache", api_key).json(), as_json=as_json)
+        ask("POST", url, "/v1/cache", api_key, json=named, timeout=DIVIDING_SECONDS)
+    show(ask("GET", url, "/v1/cache", api_key, timeout=DIVIDING_SECONDS).json(), as_json=as_json)
     return 0
 
 

@@ -14,6 +14,7 @@ from engine.remote.api import Address, Checkpoint, RemoteError
 from engine.remote.client import RemoteClient
 from launchers.display import Display
 from launchers.runtime import ServeError
+from launchers.serve_options import flag_of
 from launchers.settings import ENGINE_KEY, ServeSettings
 from parsers.conversation import Conversation, Text, Turn
 from parsers.load import Family
@@ -67,7 +68,7 @@ def refuse_others(settings: ServeSettings) -> None:
         )
     given = [name for name in WORKERS if name in settings.model_fields_set]
     if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        flags = ", ".join(map(flag_of, given))
         raise ServeError(f"{flags}: what --engine computes is set where that engine is started; leave it out here")
 
 

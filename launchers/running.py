@@ -108,13 +108,19 @@ def _exchange(
         raise ServerProblem(f"{url} is not a URL ({error}): write --url http://HOST:PORT") from error
     except httpx.UnsupportedProtocol as error:
         raise ServerProblem(f"{url} is not a URL: write --url http://HOST:PORT") from error
+    except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+        raise ServerProblem(
+            f"{url} has taken the request, and has not answered in {timeout:g} seconds: it is busy, and may yet do "
+            "what was asked; `ft ctl health` says whether it lives"
+        ) from error
     except httpx.HTTPError as error:
         raise ServerProblem(
             f"no server answers at {url} ({why(error)}): start one with `ft serve`, "
             "or name another with --url http://HOST:PORT"
         ) from error
     if response.status_code == 401:
-        raise ServerProblem(f"{url} wants an API key: name the file that holds it with --api-key-file FILE")
+        wants = "does not know the API key that was sent" if api_key else "wants an API key"
+        raise ServerProblem(f"{url} {wants}: name the file that holds it with --api-key-file FILE")
     return response
 
 

@@ -15,6 +15,8 @@ from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
 from launchers.settings import ENGINE_KEY, ServeSettings
 
+GPU = ("experts", "expert_format", "gpu_bytes", "split")
+"""Settings that the CPU has not."""
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -36,9 +38,12 @@ def share(text: str) -> float | None:
     if text == "auto":
         return None
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write auto, or a number from 0 to 1") from None
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write auto, or a number from 0 to 1")
+    return number
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +191,26 @@ def settings(options: argparse.Namespace) -> ServeSettings:
     """Raises ServerProblem with each flag that has a wrong value, or whose file cannot be read."""
     given = {name: value for name, value in vars(options).items() if name in ServeSettings.model_fields}
     try:
-        return ServeSettings(**given, api_keys=read_keys(given.get("api_key_file")))
+        made = ServeSettings(**given, api_keys=read_keys(given.get("api_key_file")))
     except ValidationError as error:
-        problems = (f"--{str(one['loc'][0]).replace('_', '-')}: {one['msg']}" for one in error.errors())
+        problems = (f"{flag_of(str(one['loc'][0]))}: {one['msg']}" for one in error.errors())
         raise ServerProblem(f"{'; '.join(problems)} (see ft serve --help)") from error
+    if made.engine is None:  # which has words of its own for them
+        _refuse_combinations(made)
+    return made
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _refuse_combinations(made: ServeSettings) -> None:
+    """Of settings that concern a GPU, those that cannot be meant: known without a worker. Raises ServerProblem."""
+    idle = [name for name in GPU if getattr(made, name) != ServeSettings.model_fields[name].default]
+    if made.device == "cpu" and idle:
+        flags = ", ".join(map(flag_of, idle))
+        raise ServerProblem(f"{flags}: for serving from a GPU alone; add --device cuda, or leave it out")
+    if made.split is not None and made.experts != "hybrid":
+        raise ServerProblem(f"--split {made.split:g}: for --experts hybrid alone; add that, or leave it out")
+    if made.device == "cuda" and made.kernels != "native":
+        raise ServerProblem(f"--kernels {made.kernels}: for the CPU alone; leave it out, or --device cuda")

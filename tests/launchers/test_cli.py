@@ -201,11 +201,37 @@ def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "is not a size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["2", "-0.1", "nan", "inf", "half", ""])
+def test_shares_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings(f"--split={text}")
+    assert "is no share: write auto, or a number from 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--experts hybrid --gpu-bytes 12g", r"^--experts, --gpu-bytes: .*add --device cuda"),
+        ("--device cpu --expert-format mxfp4", r"^--expert-format: .*add --device cuda"),
+        ("--split 0", r"^--split: .*add --device cuda"),
+        ("--device auto --split 0.5", r"^--split 0.5: .*--experts hybrid"),
+        ("--device cuda --experts offload --split 0.5", r"^--split 0.5: .*--experts hybrid"),
+        ("--device cuda --kernels reference", r"^--kernels reference: .*--device cuda"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_flags(line: str, says: str) -> None:
+    with pytest.raises(ServerProblem, match=says):
+        settings(*line.split())
+
+
+@pytest.mark.parametrize("line", ["--experts auto", "--device auto --experts cpu", "--engine http://x --experts cpu"])
+def test_what_goes_together_or_is_told_elsewhere(line: str) -> None:
+    settings(*line.split())
+
+
 def test_wrong_values_name_their_flags(tmp_path: Path) -> None:
     with pytest.raises(ServerProblem, match=r"--port: .*65535; --threads: .*ft serve --help"):
         settings("--port", "70000", "--threads", "-1")
-    with pytest.raises(ServerProblem, match=r"--split: .*less than or equal to 1"):
-        settings("--split", "2")
     assert settings("--split", "auto").split is None
     with pytest.raises(ServerProblem, match=r"cannot read API keys .*--api-key-file"):
         settings("--api-key-file", str(tmp_path / "none"))

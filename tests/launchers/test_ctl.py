@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 
 from launchers import ctl
 from launchers.cli import main
-from launchers.running import RunningServer, ServerProblem, find_server
+from launchers.running import RunningServer, ServerProblem, ask, find_server
 
 if TYPE_CHECKING:
     from conftest import FakeServer
@@ -35,7 +36,6 @@ def test_the_server_is_found_with_its_context(fake_server: FakeServer, monkeypat
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (401, {"error": {}}, "--api-key-file"),
         (500, {"error": {}}, "answered 500"),
         (403, {"error": {"message": "bad Host"}}, "answered 403 .*bad Host"),
         (200, {"data": []}, "is not ft"),
@@ -49,6 +49,19 @@ def test_what_is_not_a_usable_server(fake_server: FakeServer, status: int, body:
     fake_server.answers["/v1/models"] = (status, body)
     with pytest.raises(ServerProblem, match=says):
         find_server(fake_server.url)
+
+
+@pytest.mark.parametrize(("key", "says"), [("", "wants an API key"), ("old", "does not know the API key")])
+def test_a_key_that_is_missing_or_wrong(fake_server: FakeServer, key: str, says: str) -> None:
+    fake_server.answers["/v1/models"] = (401, {"error": {}})
+    with pytest.raises(ServerProblem, match=f"{says}.*--api-key-file"):
+        find_server(fake_server.url, key)
+
+
+def test_a_server_that_is_busy_is_not_called_absent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ServerProblem) as raised:
+        ask("POST", f"http://127.0.0.1:{silent.getsockname()[1]}", "/v1/cache", json={}, timeout=0.1)
+    assert "0.1 seconds" in str(raised.value) and "no server" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://[", "http://127.0.0.1:1"])
