@@ -41,8 +41,12 @@ def find_machine() -> Machine:
     if find_spec("triton") is None:
         raise BadConfig("the package triton is not installed; `pip install triton`, or serve with device cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    torch.zeros(1, device=device)  # makes the context that the driver needs, and that takes memory
-    free, _ = torch.cuda.mem_get_info(device)
+    try:
+        torch.zeros(1, device=device)  # makes the context that the driver needs, and that takes memory
+        free, _ = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:  # others have all of it, or it is not one for this torch
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise BadConfig(f"the GPU cannot be used: {reason}; see nvidia-smi, or serve with device cpu") from error
     major, minor = torch.cuda.get_device_capability(device)
     kind, name = f"sm_{major}{minor}", torch.cuda.get_device_name(device)
     return Machine(device, kind, name, free, _cuda_driver, lambda: _cuda_lanes(device), lambda: CudaMemory(device))

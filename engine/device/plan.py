@@ -79,7 +79,7 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
         )
     if config.gpu_bytes > machine.free:
         raise BadConfig(f"gpu_bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
-    budget = config.gpu_bytes or machine.free - MARGIN
+    budget = config.gpu_bytes or max(0, machine.free - MARGIN)
     kept = pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
     chunk = config.chunk_tokens or CHUNK
     working = working_bytes(what, chunk, machine)

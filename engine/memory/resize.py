@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.api import PAGE
 from engine.memory.index import Node
 from engine.memory.memory import Memory
 
@@ -14,10 +15,15 @@ def check_resize(memory: Memory, pages: int, checkpoints: int) -> None:
     """Whether what runs could go on with so many pages and checkpoints. Raises DoesNotFit."""
     pool, kept = memory.pool, memory.checkpoints
     if pool.held_pages > pages:
-        raise DoesNotFit(f"{pages} pages are less than the {pool.held_pages} that running sequences have")
+        raise DoesNotFit(
+            f"room for {PAGE * pages} tokens is less than the {PAGE * pool.held_pages} that running sequences have; "
+            "ask for more, or try again when they have ended"
+        )
     reading = sum(page >= pages for lease in memory.leases if lease.restore is not None for page in lease.table)
     if reading:
-        raise DoesNotFit(f"{reading} pages beyond {pages} are being read into; try again when the request has begun")
+        raise DoesNotFit(
+            f"{PAGE * reading} tokens beyond {PAGE * pages} are being read into; try again when the request has begun"
+        )
     beyond = sum(slot >= kept.first + checkpoints for slot in kept.pending)
     if beyond:
         raise DoesNotFit(f"{beyond} checkpoints beyond {checkpoints} are being taken; try again in a step")

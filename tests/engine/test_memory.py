@@ -70,8 +70,9 @@ def change_size(memory: Memory, store: Bytes, pages: int, checkpoints: int) -> N
     before = memory.pool.total, memory.checkpoints.total, memory.index.pages
     try:
         resize(memory, pages, checkpoints)
-    except DoesNotFit:
+    except DoesNotFit as error:
         assert memory.pool.held_pages > pages
+        assert f"{64 * pages} tokens is less than the {64 * memory.pool.held_pages} that running" in str(error)
         assert before == (memory.pool.total, memory.checkpoints.total, memory.index.pages)
         return
     assert (memory.pool.total, memory.checkpoints.total) == (pages, checkpoints)

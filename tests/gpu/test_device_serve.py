@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from device_double import LateLanes
 from device_support import bench, machine, round_experts, use_twins
 from engine_support import GREEDY, Bench, Outcome, Sampling, prompt, replace
@@ -18,6 +19,7 @@ from engine.api import EngineConfig, Failed, Request, StoreSettings
 from engine.checkpoint import write_tiny
 from engine.device.driver import DriverError
 from engine.device.fake import FakeDriver
+from engine.device.machine import find_machine
 from engine.device.outline import outline
 from engine.device.plan import working_bytes
 from engine.device.watchdog import Watchdog
@@ -237,6 +239,24 @@ def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixt
     with bench(model("qwen3_moe"), device="auto") as made:
         assert len(made.ask(prompt(1, 5)).tokens) == 8
     assert "serving from the CPU: torch finds no NVIDIA GPU" in caplog.text
+
+
+def test_a_gpu_that_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nIt was all taken.")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("engine.device.machine.find_spec", lambda _: True)
+    monkeypatch.setattr("torch.zeros", full)
+    with pytest.raises(BadConfig, match=r"^the GPU cannot be used: CUDA out of memory; see nvidia-smi, .* device cpu$"):
+        find_machine()
+
+
+def test_little_that_is_free_is_no_negative_size(model: Callable[..., Path]) -> None:
+    options = offloading(model, machine=replace(machine(), free=1 << 20))
+    with pytest.raises(BadConfig, match=r"^of 0 bytes on no GPU"):
+        Bench(model("qwen3_moe"), **{**options, "gpu_bytes": 0})
 
 
 def test_what_leaves_the_device_is_kept_in_host_memory(
