@@ -197,7 +197,11 @@ def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:
     cache.add_argument("--experts", type=ctl.count, metavar="N", help="experts that the GPU holds")
     cache.add_argument("--kv", type=ctl.count, metavar="TOKENS", help="tokens whose keys and values are held")
     cache.add_argument("--states", type=ctl.count, metavar="N", help="checkpoints of recurrent states that are held")
-    cache.add_argument("--auto", action="store_true", help="let the engine decide again, by what saves most time")
+    cache.add_argument(
+        "--auto",
+        action="store_true",
+        help="let the engine decide again: on a GPU, how many experts and tokens it holds, by what saves most time",
+    )
     add_server_options(cache)
     cache.add_argument("--json", action="store_true", help="print the server's answer as JSON")
     cache.set_defaults(handler=run_ctl_cache)
