@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 import uuid
 import weakref
@@ -29,6 +30,10 @@ from engine.api import (
     Tokens,
 )
 from engine.messages import MessageError, encode, read_message
+
+SEND_BUFFER = 4 << 20
+"""Bytes that the socket takes at once (the kernel may allow less): a long prompt, with no turn of the event loop for
+each piece of it."""
 
 
 class EngineError(Exception):
@@ -259,6 +264,7 @@ class EngineClient:
             reader, writer = await asyncio.open_unix_connection(path)
         except OSError as error:
             raise WorkerUnavailable(f"no worker listens on {path}: {error}") from error
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         try:
             info = await read_message(reader)
         except (EOFError, OSError, MessageError) as error:

@@ -121,7 +121,7 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
         anchors = clock.time("anchors", lambda: engine_anchors(visit.anchors(prompt)))  # noqa: B023
         request = Request(str(number), memoryview(prompt.packed).cast("I"), Sampling(100), anchors)
         clock.time("engine message", lambda: encode(request))  # noqa: B023
-        report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+        report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt), worker_cause="none")
         visit.finish(prompt, said, (Text("Done."),), (), report, complete=True)
     order = (
         "parse",

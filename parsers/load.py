@@ -71,6 +71,13 @@ class Family:
         being encoded anew (the result is the same). Raises RenderError."""
         return self._renderer.render(conversation, thinking=thinking, effort=effort, remember=prefix_ok)
 
+    def render_on(
+        self, conversation: Conversation, *, thinking: bool = True, effort: Effort | None = None
+    ) -> Prompt | None:
+        """The same prompt, where it goes on from an earlier one and little is new, which takes a millisecond or two;
+        else None. Raises RenderError."""
+        return self._renderer.render_on(conversation, thinking, effort)
+
     def least_tokens(self, conversation: Conversation) -> int:
         """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone. Only
         those of turns that were not rendered before count."""
@@ -103,7 +110,7 @@ class Family:
 
         def named(block: ToolCall) -> ToolCall:
             number = next(calls)
-            known = block.id or f"{len(prompt.ids)}.{number}"
+            known = block.id or f"{len(prompt)}.{number}"
             return replace(block, id=native_id(self.format.call_ids, known, block.name, number))
 
         blocks = [named(block) if isinstance(block, ToolCall) else block for block in blocks]

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -28,6 +29,7 @@ SpanKind = TurnKind | PartKind
 _Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids, and the positions of places among them."""
 _MEMORY = 128 << 20
+_SIZE = array("I").itemsize
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,22 @@ class Prompt:
     """What the engine reads. ``thinking_open``: the generation prompt ends inside the thinking. ``opener``: the ids
     behind its assistant header. ``continues``: it is followed by more of its last turn, instead of a new one."""
 
-    ids: tuple[int, ...]
+    packed: bytes = field(repr=False)
+    """The ids as u32 of this machine's byte order."""
     spans: tuple[Span, ...]
     thinking_open: bool
     thinking: bool
     effort: Effort | None = None
     opener: tuple[int, ...] = ()
     continues: bool = False
-    known: bytes = field(default=b"", repr=False, compare=False)
 
-    @property
-    def packed(self) -> bytes:
-        """The ids as u32 of this machine's byte order."""
-        return self.known or array("I", self.ids).tobytes()
+    def __len__(self) -> int:
+        return len(self.packed) // _SIZE
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """For those who need them as numbers, which takes a millisecond for a long prompt."""
+        return tuple(memoryview(self.packed).cast("I"))
 
 
 class Pieces:
@@ -118,7 +123,6 @@ _Open = tuple[int, int, SpanKind, int]
 class Written:
     """What a writer had written, and what it still held."""
 
-    ids: tuple[int, ...]
     packed: bytes
     spans: tuple[Span, ...]
     text: str
@@ -127,7 +131,7 @@ class Written:
     open: tuple[_Open, ...]
 
 
-_NOTHING = Written((), b"", (), "", (), (), ())
+_NOTHING = Written(b"", (), "", (), (), ())
 
 
 class Writer:
@@ -137,7 +141,7 @@ class Writer:
         """``before``: what another writer had written up to here."""
         self._pieces, self._remember = pieces, remember
         self._before = before
-        self._base = len(before.ids)
+        self._base = len(before.packed) // _SIZE
         self._ids: list[int] = []  # behind those
         self._text: list[str] = [before.text] if before.text else []
         self._length = len(before.text)
@@ -152,7 +156,7 @@ class Writer:
         still = [span for span in self._spans[:-1] if max(span[:2]) >= known] + self._spans[-1:]
         text = "".join(self._text)
         return Written(
-            *(*self._all_ids(), self._all_spans(closed), text),
+            *(self._packed(), self._all_spans(closed), text),
             *(tuple(self._places), tuple(self._pending), tuple(still)),
         )
 
@@ -187,7 +191,7 @@ class Writer:
         """What follows is encoded by itself. Returns the number of ids so far."""
         start = self._base + len(self._ids)
         if self._text:
-            before = next(iter(self._ids[-1:] or self._before.ids[-1:]), None)
+            before = self._last()
             piece = self._pieces.of("".join(self._text), tuple(self._pending), before, self._remember)
             self._ids.extend(piece[0])
             self._places.extend([start + position for position in piece[1]])
@@ -196,14 +200,23 @@ class Writer:
         self._text, self._length, self._pending = [], 0, []
         return self._base + len(self._ids)
 
-    def finish(self) -> tuple[tuple[int, ...], bytes, tuple[Span, ...]]:
-        """Ids, the same packed, and spans."""
-        self.cut()
-        return *self._all_ids(), self._all_spans(self._spans)
+    def ids(self, start: int) -> tuple[int, ...]:
+        """Those from a number on which no other writer wrote."""
+        return tuple(self._ids[start - self._base :])
 
-    def _all_ids(self) -> tuple[tuple[int, ...], bytes]:
-        before = self._before
-        return before.ids + tuple(self._ids), before.packed + array("I", self._ids).tobytes()
+    def finish(self) -> tuple[bytes, tuple[Span, ...]]:
+        """Packed ids, and spans."""
+        self.cut()
+        return self._packed(), self._all_spans(self._spans)
+
+    def _packed(self) -> bytes:
+        return self._before.packed + array("I", self._ids).tobytes()
+
+    def _last(self) -> int | None:
+        if self._ids:
+            return self._ids[-1]
+        last = array("I", self._before.packed[-_SIZE:])
+        return last[0] if last else None
 
     def _all_spans(self, some: Iterable[_Open]) -> tuple[Span, ...]:
         """Those from before and these, in order."""

@@ -107,6 +107,33 @@ class Renderer:
         blocks = self._go_on(text, stem)
         if blocks is None:
             stem, blocks = None, self._finder.blocks(text)
+        return self._write(conversation, thinking, effort, remember, stem, plan, text, blocks)
+
+    def render_on(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Prompt | None:
+        """The prompt, where it goes on from one that was rendered before and little is new, which takes a millisecond
+        or two; else None. Raises RenderError."""
+        stem = self._stems.find(conversation, thinking, effort)
+        if stem is None or not stem.has_most(conversation):
+            return None
+        plan = self._planner.plan(conversation, stem.plan)
+        text = self._text(plan, conversation, thinking, effort)
+        blocks = self._go_on(text, stem)
+        if blocks is None:
+            return None
+        return self._write(conversation, thinking, effort, True, stem, plan, text, blocks)
+
+    def _write(
+        self,
+        conversation: Conversation,
+        thinking: bool,
+        effort: Effort | None,
+        remember: bool,
+        stem: Stem | None,
+        plan: Plan,
+        text: str,
+        blocks: list[Block],
+    ) -> Prompt:
+        """``blocks``: those of ``text`` behind the stem. Raises RenderError."""
         if plan.continues:
             *blocks, last = self._up_to_more(blocks, conversation)
         else:
@@ -126,12 +153,12 @@ class Renderer:
         behind_header = writer.cut()
         writer.text(last.body)
         writer.span(start, "generation_prompt", -1)
-        ids, packed, spans = writer.finish()
+        packed, spans = writer.finish()
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
-        opener = () if plan.continues else ids[behind_header:]
+        opener = () if plan.continues else writer.ids(behind_header)
         open_now = thinking_open and not plan.continues
-        return Prompt(ids, spans, open_now, thinking, effort, opener, plan.continues, packed)
+        return Prompt(packed, spans, open_now, thinking, effort, opener, plan.continues)
 
     def rendered_turns(self, conversation: Conversation) -> int:
         """How many turns of it are remembered as they were rendered."""

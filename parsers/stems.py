@@ -11,14 +11,18 @@ from collections import deque
 from dataclasses import dataclass
 from threading import Lock
 
-from parsers.conversation import Conversation, Tool, Turn, same_tools
+from parsers.conversation import Conversation, Tool, ToolCall, Turn, same_tools
 from parsers.format import Effort
 from parsers.messages import PlanStem, has_content
 from parsers.prompt import Written
 
 _KEPT = 16
-_IDS = 4_000_000
-"""Tokens of stems that are kept, about 20 bytes each."""
+_LITTLE = 4096
+"""Characters that are tokenized in a millisecond or two."""
+_MANY_TURNS = 4000
+"""A template may go through all turns again, some microseconds each."""
+_BYTES = 32 << 20
+"""Of text and tokens of stems that are kept, about."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ class Stem:
             and turns[:size] == self.turns
         )
 
+    def has_most(self, conversation: Conversation) -> bool:
+        """Is there little of a conversation that begins with it behind it?"""
+        new = (block for turn in conversation.turns[len(self.turns) :] for block in turn.blocks)
+        sizes = (len(block.arguments if isinstance(block, ToolCall) else block.text) for block in new)
+        return len(self.turns) <= _MANY_TURNS and sum(sizes) <= _LITTLE
+
 
 class Stems:
     """The latest ones. Safe to share between threads."""
@@ -105,8 +115,8 @@ class Stems:
         stem = Stem(turns, conversation.tools, thinking, effort, plan, text[: mark.end], mark)
         with self._lock:
             self._known.append(stem)
-            while len(self._known) > _KEPT or self._size() > _IDS:
+            while len(self._known) > _KEPT or self._size() > _BYTES:
                 self._known.popleft()
 
     def _size(self) -> int:
-        return sum(len(stem.written.ids) for stem in self._known)
+        return sum(len(stem.text) + len(stem.written.packed) for stem in self._known)

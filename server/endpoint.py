@@ -154,4 +154,4 @@ async def count(request: Request, state: ServerState) -> Json:
         raise ApiError.from_validation(error, body) from error
     check_model(state, meta.model)
     prompt = await generate.render(state, state.sessions.normalise(meta, conversation), *thought)
-    return Json({"input_tokens": len(prompt.ids)}, headers=errors.request_id_headers(errors.new_request_id()))
+    return Json({"input_tokens": len(prompt)}, headers=errors.request_id_headers(errors.new_request_id()))

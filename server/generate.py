@@ -93,7 +93,7 @@ async def _submitted(
     tools = (*visit.conversation.tools, *options.described_tools) if calls else ()
     forced = _forced(state, visit, prompt)
     constraint = await constrain(state, prompt, tools, options.demand) if forced is None else None
-    max_tokens = _budget(len(prompt.ids), options, state.settings, context_limit(state, info))
+    max_tokens = _budget(len(prompt), options, state.settings, context_limit(state, info))
     sampling = replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint)
     request = Request(
         id="",
@@ -158,8 +158,8 @@ async def worker(state: ServerState) -> ModelInfo:
 async def render(
     state: ServerState, conversation: Conversation, thinking: bool, effort: Effort | None = None
 ) -> Prompt:
-    """The prompt, rendered off the event loop. What cannot fit the context is refused before it is tokenized. Raises
-    ApiError."""
+    """The prompt, rendered off the event loop unless that takes longer than the rendering. What cannot fit the context
+    is refused before it is tokenized. Raises ApiError."""
     info = state.engine.info
     most = sys.maxsize if info is None else context_limit(state, info) - 1
 
@@ -170,6 +170,10 @@ async def render(
         return state.family.render(conversation, thinking=thinking, effort=effort)
 
     try:
+        if not state.render_limiter.borrowed_tokens:
+            prompt = state.family.render_on(conversation, thinking=thinking, effort=effort)
+            if prompt is not None:
+                return prompt
         return await to_thread.run_sync(work, limiter=state.render_limiter)
     except RenderError as error:
         raise ApiError("invalid", str(error)) from error

@@ -55,7 +55,7 @@ class Generation:
         self.prompt = prompt
         self.report: ReuseReport | None = None
         """Planned reuse after admission, then what happened."""
-        self.usage = Usage(len(prompt.ids))
+        self.usage = Usage(len(prompt))
         self._state = state
         self._visit = visit
         self._stream = stream
@@ -84,7 +84,7 @@ class Generation:
             admitted = await self._stream.admitted(seconds)
         except EngineError as error:
             _log.warning("request %s was not begun: %s: %r", self._stream.id, error.kind, error.message)
-            raise ApiError.from_engine_error(error, len(self.prompt.ids)) from error
+            raise ApiError.from_engine_error(error, len(self.prompt)) from error
         if admitted is not None:
             self._account(admitted.reuse)
 
@@ -175,7 +175,7 @@ class Generation:
 
     def _account(self, reuse: Reuse) -> None:
         """Usage and report from the engine's plan, or from what happened in the end."""
-        size = len(self.prompt.ids)
+        size = len(self.prompt)
         kept = min(size, max(self._checkpoints, default=0))
         self.usage = Usage(
             size, reuse.resumed, max(0, kept - reuse.resumed), len(self._sampled), self._reasoning_tokens()

@@ -32,12 +32,12 @@ async def raw_prompt(state: ServerState, source: str | tuple[int, ...], vocabula
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise ApiError("invalid", f"prompt: {wrong} is not a token id of this model", param="prompt")
-    return Prompt(ids, (), thinking_open=False, thinking=False)
+    return Prompt(pack(ids), (), thinking_open=False, thinking=False)
 
 
 def raw_conversation(prompt: Prompt) -> Conversation:
     """What stands for a prompt where sessions compare what was asked; it is never rendered."""
-    return Conversation((Turn("user", (Text(pack(prompt.ids).hex()),)),))
+    return Conversation((Turn("user", (Text(prompt.packed.hex()),)),))
 
 
 def plain_text(state: ServerState) -> PlainText:

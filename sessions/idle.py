@@ -100,7 +100,7 @@ def opening(family: Family, conversation: Conversation, thinking: bool, effort: 
         family.render(replace(conversation, turns=(*turns, *more)), thinking=thinking, effort=effort)
         for more in ((_WORDS,), (_TOLD, _WORDS))
     )
-    end = common_prefix(pack(spoken.ids), pack(told.ids))
+    end = common_prefix(spoken.packed, told.packed)
     inner = anchor_points(end, [span for span in spoken.spans if span.end <= end], family.probe)
     last = AnchorPoint(end, "head_end", PRIORITIES["head_end"], pinned=True)
     return Opening(spoken.ids[:end], (*(point for point in inner if point.position < end), last))

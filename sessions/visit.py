@@ -135,7 +135,7 @@ class Visit:
     def anchors(self, prompt: Prompt) -> tuple[AnchorPoint, ...]:
         leads = self._place.leads
         partings = places(leads, self._asked_with(prompt).tokens, opening(prompt.spans)) if leads else ()
-        return anchor_points(len(prompt.ids), prompt.spans, self._family.probe, self._place.priorities, partings)
+        return anchor_points(len(prompt), prompt.spans, self._family.probe, self._place.priorities, partings)
 
     def watches(self) -> tuple[WatchPoint, ...]:
         return watch_points(self._family.watches)

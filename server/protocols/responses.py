@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
@@ -37,12 +36,15 @@ def _parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-def _item_type(value: object) -> object:
+def _typed(value: object) -> object:
     """A message may leave out its type."""
-    if isinstance(value, Wire):
-        return getattr(value, "type", "message")
-    kind = value.get("type") if isinstance(value, dict) else None
-    return kind or ("message" if isinstance(value, dict) and "role" in value else kind)
+    items = _input(value)
+    if not isinstance(items, list):
+        return items
+    return [
+        {**one, "type": "message"} if isinstance(one, dict) and "role" in one and not one.get("type") else one
+        for one in items
+    ]
 
 
 class _TextPart(Wire):
@@ -64,6 +66,7 @@ _Parts = Annotated[Items[_Part], BeforeValidator(_parts)]
 
 
 class _Message(Wire):
+    type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
 
@@ -102,15 +105,7 @@ class _Output(Wire):
     output: _Parts
 
 
-_Item = Annotated[
-    Annotated[_Message, Tag("message")]
-    | Annotated[_Reasoning, Tag("reasoning")]
-    | Annotated[_FunctionCall, Tag("function_call")]
-    | Annotated[_CustomCall, Tag("custom_tool_call")]
-    | Annotated[_Output, Tag("function_call_output")]
-    | Annotated[_Output, Tag("custom_tool_call_output")],
-    Discriminator(_item_type),
-]
+_Item = Annotated[_Message | _Reasoning | _FunctionCall | _CustomCall | _Output, Field(discriminator="type")]
 
 
 class _ReasoningConfig(Wire):
@@ -123,7 +118,7 @@ class _TextConfig(Wire):
 
 class ResponsesRequest(Wire):
     model: str = Field(min_length=1)
-    input: Annotated[Items[_Item], BeforeValidator(_input)]
+    input: Annotated[Items[_Item], BeforeValidator(_typed)]
     instructions: str | None = None
     tools: Items[ToolItem] | None = None
     tool_choice: ToolChoice | None = None
@@ -274,39 +269,45 @@ def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
     turns = [Turn("system", (Text(request.instructions),))] if request.instructions else []
     if not request.input and request.generate is not False:
         raise invalid("input: at least one item is required", "input")
-    read = [(item, *_read_item(item, at)) for at, item in enumerate(request.input)]
-    for role, run in groupby((one for one in read if one[2]), lambda one: one[1]):
-        together = [*run]
-        if role in ("assistant", "tool"):
-            turns.append(_turn(role, together))
-        else:
-            turns += [_turn(role, [one]) for one in together]
+    items, at = request.input, 0
+    while at < len(items):
+        run: _Run | None = items[at].made.get("run")
+        if run is None or not run.at(items, at):
+            run = items[at].made["run"] = _run(items, at, run)
+        turns += run.turns
+        at += run.size
     if not turns and request.generate is not False:
         raise invalid("input: at least one item must have content", "input")
     return tuple(turns)
 
 
-_Read = tuple[Any, Role, tuple[Block, ...]]
-"""An item, and what it is part of."""
+@dataclass(frozen=True)
+class _Run:
+    """The turn, or none, that ``size`` items make. ``items``: those, and the one behind them that is none of them."""
+
+    turns: tuple[Turn, ...]
+    size: int
+    items: list[_Item]
+
+    def at(self, items: list[_Item], begin: int) -> bool:
+        """Are these the items from that place on, and no more than these?"""
+        end = begin + len(self.items)
+        return items[begin:end] == self.items and (len(self.items) > self.size or end == len(items))
 
 
-def _turn(role: Role, items: list[_Read]) -> Turn:
-    """The very one that was made of the same items before."""
-    known = items[0][0].made.get("turn")
-    own = [item for item, _, _ in items]
-    if known is not None and len(known[0]) == len(own) and all(map(operator.is_, known[0], own)):
-        turn: Turn = known[1]
-        return turn
-    turn = Turn(role, tuple(block for _, _, blocks in items for block in blocks))
-    own[0].made["turn"] = own, turn
-    return turn
-
-
-def _read_item(item: _Item, at: int) -> tuple[Role, tuple[Block, ...]]:
-    known: tuple[Role, tuple[Block, ...]] | None = item.made.get("blocks")
-    if known is None:
-        known = item.made["blocks"] = _item(item, f"input.{at}")
-    return known
+def _run(items: list[_Item], begin: int, before: _Run | None) -> _Run:
+    """What begins at a place, where ``before`` began. Items that say nothing are part of any turn."""
+    role, blocks = _item(items[begin], f"input.{begin}")
+    end = begin + 1
+    while end < len(items):
+        other, more = _item(items[end], f"input.{end}")
+        if blocks and more and (other != role or role not in ("assistant", "tool")):
+            break
+        role, blocks, end = other if more else role, blocks + more, end + 1
+    turns = (Turn(role, blocks),) if blocks else ()
+    if before is not None and before.turns == turns:  # the very same, which is soon compared
+        turns = before.turns
+    return _Run(turns, end - begin, items[begin : end + 1])
 
 
 def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:

@@ -63,7 +63,7 @@ def parse(
     thinking_open: bool = False,
     reason: Literal["stop", "length", "abort"] = "stop",
 ) -> Parsed:
-    parser = family.parser(Prompt((), (), thinking_open, thinking_open), tools)
+    parser = family.parser(Prompt(b"", (), thinking_open, thinking_open), tools)
     parsed = Parsed()
     for token in ids:
         parsed.add(parser.feed(token))

@@ -72,7 +72,7 @@ def output(family: Family, blocks: list[Block], thinking_open: bool) -> tuple[in
     quotes = any(isinstance(block, Text) and set("`~") & set(block.text) for block in blocks)
     if quotes and len(family.watches[0][0]) > 1:  # where tags are ordinary text, calls in quoted code are none
         reject()
-    return family.encode_output(Prompt((), (), thinking_open, True), blocks)
+    return family.encode_output(Prompt(b"", (), thinking_open, True), blocks)
 
 
 def respelled(family: Family, ids: tuple[int, ...], seed: int) -> list[int]:
@@ -181,7 +181,7 @@ def test_nothing_raises_and_no_text_is_lost(family: Family, noise: list[str], re
 
 
 def test_text_arrives_at_once_unless_it_may_become_a_delimiter(family: Family) -> None:
-    parser = family.parser(Prompt((), (), False, True), TOOLS)
+    parser = family.parser(Prompt(b"", (), False, True), TOOLS)
     for letter in "plain words, one at a time":
         events = [event for token in family.tokenizer.encode(letter) for event in parser.feed(token)]
         assert events or letter == " "
@@ -193,7 +193,7 @@ def test_text_arrives_at_once_unless_it_may_become_a_delimiter(family: Family) -
 @settings(relaxed, max_examples=15)
 @given(blocks=turns())
 def test_every_prefix_of_the_arguments_is_one_of_the_json(family: Family, blocks: list[Block]) -> None:
-    parser = family.parser(Prompt((), (), False, True), TOOLS)
+    parser = family.parser(Prompt(b"", (), False, True), TOOLS)
     texts: dict[int, str] = {}
     for token in output(family, blocks, False):
         for event in parser.feed(token):

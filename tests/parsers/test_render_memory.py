@@ -265,3 +265,19 @@ def test_decoded_arguments_are_no_larger_than_is_told(item: str) -> None:
         call = ToolCall("c", "look", text)
         before = planner._known.used
         assert taken(planner._arguments(call)) + sys.getsizeof(text) <= planner._known.used - before
+
+
+@every
+def test_what_has_little_news_goes_on(name: str) -> None:
+    one, news = family(name), (Turn("assistant", (Text("A"),)), user("R"))
+    turns = (user("Q"), Turn("assistant", (Text("P"),)), user("x" * 5000))
+    first, second = Conversation(turns), Conversation((*turns, *news))
+    assert one.render_on(first) is None, "nothing was rendered before"
+    one.render(first)
+    one.render(second)
+    third = Conversation((*second.turns, *news))
+    assert one.render_on(third) == one.render(third, prefix_ok=False)
+    assert one.render_on(third, thinking=False) is None, "nor was it that way"
+    long = Conversation((*second.turns, news[0], user("y" * 5000)))
+    assert one.render_on(long) is None, "it has much to tokenize"
+    assert one.render(long) == one.render(long, prefix_ok=False)

@@ -99,7 +99,7 @@ def checkpoint(tmp_path: Path) -> Callable[[str, dict[str, Any] | None], Path]:
 
 
 def blocks_of(family: Family, text: str) -> list[tuple[str, str]]:
-    parser, parsed = family.parser(Prompt((), (), False, True), TOOLS), Parsed()
+    parser, parsed = family.parser(Prompt(b"", (), False, True), TOOLS), Parsed()
     for token in family.encode_raw(text):
         parsed.add(parser.feed(token))
     parsed.add(parser.finish("stop"))
@@ -123,7 +123,7 @@ def test_an_unknown_model_is_read_by_its_metadata(
     assert [(name, json.loads(arguments), how) for _, name, arguments, how in said[2:]] == [  # type: ignore[misc]
         ("find", {"where": "a b", "n": 2}, "complete")
     ] * 2
-    prompt = Prompt((), (), False, True)
+    prompt = Prompt(b"", (), False, True)
     call = ToolCall("c1", "find", '{"where": "x\\ny", "n": 7}')
     again = family.tokenizer.decode(family.encode_output(prompt, (Thinking("So."), Text("Well."), call)))
     again_said = blocks_of(family, again)

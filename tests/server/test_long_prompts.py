@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from parsers.load import Family
+from parsers.load import Family, Prompt
 from parsers.tokens import Tokenizer
 from tests.server.support import CONTEXT, serving
 
@@ -41,3 +42,28 @@ async def test_what_cannot_fit_is_refused_untokenized(
         else:
             assert message == f"prompt is too long: at least {tokens} tokens > {CONTEXT - 1} maximum"
         await server.idle()
+
+
+async def test_only_what_is_short_is_rendered_on_the_event_loop(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    render = Family.render
+
+    def noting(one: Family, *conversation: Any, **options: Any) -> Prompt:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return render(one, *conversation, **options)
+
+    messages: list[dict[str, str]] = []
+    apart: list[list[bool]] = []
+    monkeypatch.setattr(Family, "render", noting)
+    async with serving(family, "Yes.<|im_end|>", idle_prefill=False) as server:
+        for size in (9, 9, 9, 9, 4200):
+            messages.append({"role": "user", "content": "a" * size})
+            threads.clear()
+            body = {"model": "local-moe", "max_tokens": 9, "messages": messages}
+            (await server.http().post("/v1/chat/completions", json=body)).raise_for_status()
+            apart.append([*threads])
+            messages.append({"role": "assistant", "content": "Yes."})
+        await server.idle()
+    assert apart[0] == apart[-1] == [False] and apart[-2] == [], apart

@@ -17,6 +17,7 @@ from parsers.conversation import Block, Conversation, Text, Thinking, Tool, Tool
 from parsers.events import Boundary, Event, TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Effort
 from parsers.load import Family, Probe, Prompt, Span, load_family
+from sessions.digest import pack
 from sessions.persist import Persist, PersistConfig
 from sessions.session import Limits
 from sessions.tracker import RequestMeta, ReuseReport, Sessions, Visit
@@ -72,7 +73,7 @@ class FakeFamily:
                 text = "".join(_text(block) for block in turn.blocks)
                 put(self.encode(f"<{turn.role}>{text}<end><eol>"), kind, index)
         put(self.encode("<assistant><think>"), "generation_prompt", -1)
-        return Prompt(tuple(ids), tuple(spans), True, thinking, effort)
+        return Prompt(pack(ids), tuple(spans), True, thinking, effort)
 
     def _answer(self, turn: Turn, keeps: bool) -> list[tuple[str, Sequence[int]]]:
         if turn.sampled is not None:
