@@ -32,7 +32,7 @@ from server.front import settle
 MAX_LOADS, MAX_TOKEN_US, MAX_IDLE = 5.0, 50.0, 0.02
 AIM_MS = 15.0
 CONTEXT = 1 << 20
-WARM, ROUNDS = 5, 40
+WARM, ROUNDS = 5, 30
 STREAM_TOKENS, PACE = 1000, 0.002
 STREAMS = 200
 
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, metavar="DIR", help="for tokenizer and template (default: a tiny one)")
     parser.add_argument("--tokens", type=int, default=100_000, help="of the conversation (default: %(default)s)")
     parser.add_argument(
-        "--idle-seconds", type=float, default=16.0, help="to watch idle streams; 0: do not (default: %(default)s)"
+        "--idle-seconds", type=float, default=8.0, help="to watch idle streams; 0: do not (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args(arguments)
