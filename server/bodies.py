@@ -19,6 +19,13 @@ from pydantic_core import from_json
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
 _NAMED = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 
+_MODEL = 2048
+"""Bytes of a message as it is remembered, beside its text."""
+_KEPT = 256
+"""Each of them is looked at for each body."""
+Owner = tuple[str, str]
+"""A namespace, and the protocol whose models they are."""
+
 
 class Body(dict[str, Any]):
     """A body with messages and tools that were read before: in their places stand the models that they were read as.
@@ -34,9 +41,9 @@ def raw_body(body: object) -> object:
 @dataclass
 class Entry:
     """``begins``: where the messages but the first begin, behind their commas; ``end``: where the last one ends, at the
-    bracket. ``messages`` and ``tools``: the models."""
+    bracket. ``messages`` and ``tools``: the models. ``instead``: the number of the one that it continues."""
 
-    owner: str
+    owner: Owner
     field: str
     data: bytes
     begins: list[int]
@@ -44,18 +51,24 @@ class Entry:
     raw: dict[str, Any]
     messages: Sequence[Any] = ()
     tools: Sequence[Any] | None = None
+    instead: int | None = None
+
+    @property
+    def size(self) -> int:
+        """About what it takes, in bytes: short messages take far more than their text."""
+        return len(self.data) + _MODEL * len(self.raw[self.field])
 
 
 class Bodies:
-    """The latest ones, at most ``limit`` bytes. Those of one ``owner`` are used for no other."""
+    """The latest ones, at most ``limit`` bytes of them. Those of one ``owner`` are used for no other."""
 
-    def __init__(self, limit: int = 32 << 20) -> None:
+    def __init__(self, limit: int = 64 << 20) -> None:
         self._limit = limit
         self._known: OrderedDict[int, Entry] = OrderedDict()
         self._size = 0
         self._next = 0
 
-    def read(self, data: bytes, owner: str, field: str) -> tuple[object, Entry | None]:
+    def read(self, data: bytes, owner: Owner, field: str) -> tuple[object, Entry | None]:
         """The value, in which ``field`` has the messages, and what is to be remembered of it with their models
         (``keep``). Raises ValueError where it is no JSON."""
         number, shared = self._find(data, owner, field)
@@ -64,7 +77,7 @@ class Bodies:
             if known is not None:
                 self._known.move_to_end(number)
                 if shared >= len(self._known[number].begins):  # it is continued, and has nothing that this one has not
-                    self._drop(number)
+                    known[1].instead = number
                 return known
         value = from_json(data, allow_inf_nan=False)
         places = _array(data, field) if isinstance(value, dict) and isinstance(value.get(field), list) else None
@@ -77,16 +90,18 @@ class Bodies:
         if len(messages) != len(entry.raw[entry.field]):
             return
         entry.messages, entry.tools = messages, tools
+        if entry.instead is not None and entry.instead in self._known:
+            self._drop(entry.instead)
         self._next += 1
         self._known[self._next] = entry
-        self._size += len(entry.data)
-        while self._size > self._limit:
+        self._size += entry.size
+        while self._size > self._limit or len(self._known) > _KEPT:
             self._drop(next(iter(self._known)))
 
     def _drop(self, number: int) -> None:
-        self._size -= len(self._known.pop(number).data)
+        self._size -= self._known.pop(number).size
 
-    def _find(self, data: bytes, owner: str, field: str) -> tuple[int | None, int]:
+    def _find(self, data: bytes, owner: Owner, field: str) -> tuple[int | None, int]:
         """Which body shares most of its messages with this one, and how many."""
         best: tuple[int | None, int] = (None, 0)
         for number, entry in reversed(self._known.items()):

@@ -40,7 +40,7 @@ def read(state: ServerState, data: bytes, protocol: WireProtocol, request: Reque
     """Raises ApiError."""
     namespace, field = request.state.namespace, protocol.field
     try:
-        body, entry = state.bodies.read(data, namespace, field)
+        body, entry = state.bodies.read(data, (namespace, protocol.shape), field)
     except ValueError as error:
         raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
     try:

@@ -28,7 +28,7 @@ PROTOCOLS = {"anthropic": ANTHROPIC, "responses": responses.reader(responses._No
 
 def read(known: Bodies, data: bytes, field: str = "messages", owner: str = "") -> object:
     """What is read and remembered; the items themselves stand for their models."""
-    body, entry = known.read(data, owner, field)
+    body, entry = known.read(data, (owner, ""), field)
     if entry is not None:
         known.keep(entry, body[field], body.get("tools"))  # type: ignore[index,attr-defined]
     return raw_body(body)
@@ -109,12 +109,42 @@ def test_a_name_that_comes_twice_is_read_as_ever() -> None:
 
 
 def test_they_are_no_more_than_is_allowed() -> None:
-    known = Bodies(limit=10_000)
-    for number in range(100):
+    """In bytes, of which a short message takes more than it has, and in number, for all are looked at."""
+    known = Bodies(limit=100_000)
+    for number in range(300):
         read(known, json.dumps({"n": number, "messages": ["x" * 500, 1]}).encode())
-        assert known._size <= 10_000 and known._size == sum(len(entry.data) for entry in known._known.values())
-    read(known, json.dumps({"messages": ["x" * 9000, 1]}).encode())
-    assert all(len(entry.data) < 9000 for entry in known._known.values())
+        assert known._size <= 100_000 and known._size == sum(entry.size for entry in known._known.values())
+    assert len(known._known) == 100_000 // (2 * bodies._MODEL + len(json.dumps({"n": 299, "messages": ["x" * 500, 1]})))
+    read(known, json.dumps({"messages": ["x" * 90_000, 1]}).encode())
+    assert all(len(entry.data) < 90_000 for entry in known._known.values())
+    known = Bodies()
+    for number in range(2 * bodies._KEPT):
+        read(known, b'{"n":%d,"messages":[1]}' % number)
+    assert len(known._known) == bodies._KEPT
+
+
+def test_what_is_refused_takes_no_one_s_place() -> None:
+    """Nor is it remembered: it is read again each time, and what it continued is there for what is right."""
+    known = Bodies()
+    read(known, b'{"messages":[1,2]}')
+    for _ in range(2):
+        known.read(b'{"messages":[1,2,"wrong"]}', ("", ""), "messages")
+    assert [entry.data for entry in known._known.values()] == [b'{"messages":[1,2]}']
+
+
+def test_a_body_that_two_protocols_read_is_each_one_s_own() -> None:
+    """Their models are not the other's, and nor are those of another API key."""
+    known = Bodies()
+    said = [{"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("user", "And?"))]
+    data = json.dumps({"model": "m", "max_tokens": 9, "messages": said}).encode()
+    for namespace in ("", "key"):
+        for protocol in (chat.reader(lambda _: []), ANTHROPIC) * 2:
+            body, entry = known.read(data, (namespace, protocol.shape), protocol.field)
+            inbound = protocol.read(body, {}, namespace)
+            assert entry is not None and inbound.request is not None
+            known.keep(entry, inbound.request.messages, inbound.request.tools)  # type: ignore[attr-defined]
+            assert inbound.conversation == protocol.read(json.loads(data), {}, "").conversation
+    assert len(known._known) == 4
 
 
 def grown(protocol: str, steps: int) -> dict[str, Any]:
@@ -150,7 +180,7 @@ def test_a_protocol_makes_the_same_of_what_was_read_before(name: str) -> None:
     before: Any = None
     for steps in (3, 4, 4, 6, 5, random.Random(1).randrange(7, 12)):
         data = json.dumps(grown(name, steps)).encode()
-        body, entry = known.read(data, "", protocol.field)
+        body, entry = known.read(data, ("", ""), protocol.field)
         inbound = protocol.read(body, {}, "")
         assert entry is not None and inbound.request is not None
         known.keep(entry, getattr(inbound.request, protocol.field), inbound.request.tools)  # type: ignore[attr-defined]
@@ -175,7 +205,7 @@ def test_a_reference_to_a_tool_is_read_anew_where_it_describes_one() -> None:
         for more in range(3):
             messages = [{"role": "user", "content": "Q"}, use, result, *[{"role": "user", "content": "And?"}] * more]
             data = json.dumps({"tools": tools, "model": "m", "max_tokens": 9, "messages": messages}).encode()
-            body, entry = known.read(data, "", "messages")
+            body, entry = known.read(data, ("", ""), "messages")
             inbound = ANTHROPIC.read(body, {}, "")
             assert entry is not None and inbound.request is not None
             known.keep(entry, inbound.request.messages, inbound.request.tools)  # type: ignore[attr-defined]
