@@ -111,7 +111,7 @@ def _exchange(
     except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
         raise ServerProblem(
             f"{url} has taken the request, and has not answered in {timeout:g} seconds: it is busy, and may yet do "
-            "what was asked; `ft ctl health` says whether it lives"
+            "what was asked; try again, and if that does not help, look at its log"
         ) from error
     except httpx.HTTPError as error:
         raise ServerProblem(
