@@ -105,7 +105,7 @@ class At:
 
     @property
     def last(self) -> bool:
-        return self.index0 == len(self._items) - 1
+        return self.index0 >= len(self._items) - 1
 
     @property
     def previtem(self) -> Any:
@@ -188,6 +188,7 @@ class _Open:
     """A loop in the rendering that goes on: ``start`` is where its text begins in all that was written."""
 
     record: Record
+    items: list[Any]
     skipped: int
     start: int
     written: list[tuple[Namespace, str]]
@@ -219,11 +220,12 @@ class Run:
         """What the iterations that are left out have written."""
         reads = self._loops.reads(number)
         found = dict(zip(reads.names, values, strict=True))
+        listed = items if type(items) is list else list(items)
         now = Record(
-            items if type(items) is list else list(items),
-            tuple(_value(found, one) for one in reads.values),
+            [*listed],  # a template may change its own list, in the loop or later
+            (*(_value(found, one) for one in reads.values), *_aliases(values)),
             tuple(_value(found, one) for one in reads.limits),
-            tuple(found[name] for name in reads.windows),
+            tuple(_copied(found[name]) for name in reads.windows),
             *([], [], []),
         )
         written = [(space, name) for one, name in reads.writes if type(space := found[one]) is Namespace]
@@ -237,15 +239,17 @@ class Run:
             text = past.text[past.start : past.start + past.begins[skipped]]
             for (space, name), value in zip(written, past.states[skipped], strict=True):
                 space[name] = value
-        self._open[number] = _Open(now, skipped, self._length, written)
+        self._open[number] = _Open(now, listed, skipped, self._length, written)
         return text
 
     def rest(self, number: int) -> Iterator[tuple[Any, At]]:
         """The iterations that are not left out."""
         one = self._open[number]
-        record, items = one.record, one.record.items
+        record, items = one.record, one.items
         at = At(items, self._loops.environment, record.reach[-1] if record.reach else -1)
-        for at.index0 in range(one.skipped, len(items)):
+        at.index0 = one.skipped - 1
+        while at.index < len(items):
+            at.index0 += 1
             state = tuple(_attribute(space, name) for space, name in one.written)
             record.begins.append(self._length - one.start)
             record.states.append(state)
@@ -260,6 +264,16 @@ def _value(found: Mapping[str, object], one: _Field) -> object:
     name, attribute = one
     value = found[name]
     return _attribute(value, attribute) if attribute and type(value) is Namespace else value
+
+
+def _copied(value: object) -> object:
+    return [*value] if isinstance(value, list) else None
+
+
+def _aliases(values: Sequence[object]) -> Iterator[int]:
+    """Which of them are one namespace: what is written to it under one name is read under the other."""
+    spaces = [id(value) for value in values if type(value) is Namespace]
+    return map(spaces.index, spaces)
 
 
 def _attribute(space: object, name: str) -> object:
@@ -284,6 +298,8 @@ def _same(one: object, other: object) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, float):
+        return repr(one) == repr(other)  # 0.0 is equal to -0.0, and written differently
     return isinstance(one, Undefined) or (type(one) in _SCALARS and one == other)
 
 

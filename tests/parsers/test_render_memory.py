@@ -202,6 +202,10 @@ def test_the_oldest_goes_first_and_what_is_too_large_is_not_kept() -> None:
         "{% if m.content == '7' %}{{ raise_exception('seven') }}{% endif %}{{ m.content }}",
         "{% with x = loop.index0 %}{{ x }}{{ tone }}{% endwith %}",
         "{{ other[loop.index0].content }}{{ other[loop.index0 + 40] }}",
+        "{% set counts.n = counts.n + 1 %}{{ alias.n }}",
+        "{{ zero }}",
+        "{% if m.content == '3' and loop.index0 < 9 %}{% set _ = queue.append(m) %}{% endif %}{{ loop.last }}",
+        "{% if m.content == '4' %}{% set _ = queue.pop() %}{% endif %}{{ m.content }}{{ loop.last }}",
     ],
 )
 def test_whatever_a_loop_reads_it_writes_what_it_always_did(body: str) -> None:
@@ -209,7 +213,9 @@ def test_whatever_a_loop_reads_it_writes_what_it_always_did(body: str) -> None:
         "{% macro said(text) %}{{ text }}{{ late }}{% endmacro %}{% set late = messages | length // 2 %}"
         "{% set ns = namespace(last=-1, count=0, words=[]) %}{% set other = messages[::-1] %}{% for m in messages %}"
         "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-        "{% for m in messages %}<{{ m.role }}>" + body + "{% endfor %}"
+        "{% set counts = namespace(n=0) %}{% set alias = counts if late > 3 else namespace(n=0) %}"
+        "{% set zero = 0.0 if late > 3 else -0.0 %}{% set queue = messages[:] %}"
+        "{% for m in queue %}<{{ m.role }}>" + body + "{% endfor %}"
         "{{ ns.count }}{{ ns.words }}{{ messages[0].parts }}"
     )
     template = ChatTemplate(source, {})
