@@ -14,7 +14,6 @@ import pytest
 from launchers.child_server import ChildServer
 from launchers.cli import main
 from tests.process.support import HANG_SECONDS
-from tests.process.test_serve import chat
 
 
 @pytest.fixture
@@ -38,9 +37,11 @@ def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.C
     """The answer is the same; what does not fit is refused with the numbers, and nothing of it has happened."""
 
     def write() -> str:
-        answer = httpx.post(**chat(url, 400, temperature=0, messages=[{"role": "user", "content": "hello " * 60}]))
-        answer.raise_for_status()
-        return str(answer.json()["choices"][0]["message"]["content"])
+        asked = {"model": "local-moe", "prompt": "hello " * 60, "max_tokens": 200, "temperature": 0, "logprobs": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=HANG_SECONDS).raise_for_status()
+        choice = answer.json()["choices"][0]
+        assert len(choice["logprobs"]["tokens"]) > 20
+        return json.dumps(choice, sort_keys=True)
 
     def ask(body: Any) -> httpx.Response:
         return httpx.post(f"{url}/v1/cache", json=body, timeout=HANG_SECONDS)
@@ -55,17 +56,23 @@ def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.C
 
     wanted, before = write(), shown()
     got: list[str] = []
-    writer = threading.Thread(target=lambda: got.append(write()))
+    divided_often = threading.Event()
+
+    def write_on() -> None:
+        while not divided_often.is_set():
+            got.append(write())
+
+    writer = threading.Thread(target=write_on)
     writer.start()
-    sizes = [2048, 8192, 1280, 1024, 4096]
-    while writer.is_alive():
-        tokens = sizes[len(sizes) % 5]
-        sizes.append(tokens)
-        divided = ask({"kv": tokens, "states": 4})
-        assert divided.status_code == 200, divided.text
-        assert divided.json()["kv_tokens"] == tokens and divided.json()["states"] == 4
-    writer.join()
-    assert got == [wanted] and len(sizes) > 8 and write() == wanted
+    try:
+        for tokens in (2048, 8192, 1280, 1024, 4096) * 2:
+            divided = ask({"kv": tokens, "states": 4})
+            assert divided.status_code == 200, divided.text
+            assert divided.json()["kv_tokens"] == tokens and divided.json()["states"] == 4
+    finally:
+        divided_often.set()
+        writer.join()
+    assert {*got, write()} == {wanted}
     assert before["kv_bytes"] <= 16 << 20 and shown()["moves"] >= 4
 
     assert ask({"kv": 4096}).status_code == 200 and context() == 4096 - 64
