@@ -101,7 +101,7 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
     protocol, known, sessions, clock = PROTOCOLS[path], Bodies(), Sessions(family), _Clock()
     said = family.encode_raw("Done.<|im_end|>")
     for number, data in enumerate(bodies):
-        body, entry = clock.time("parse", lambda: known.read(data, "", protocol.field))  # noqa: B023
+        body, entry = clock.time("parse", lambda: known.read(data, ("", path), protocol.field))  # noqa: B023
         inbound = clock.time("types", lambda: protocol.read(body, {}, ""))  # noqa: B023
         if entry is not None:
             known.keep(entry, getattr(inbound.request, protocol.field), getattr(inbound.request, "tools", None))

@@ -327,6 +327,18 @@ class Format:
         for part in (self.call, self.think, self.answer, self.frames, self.tolerances.aliases):
             yield from _strings(part)
 
+    def structure(self) -> Iterator[str]:
+        """Everything that is looked for in rendered text; untrusted text must not have it."""
+        turns, call = self.turns, self.call
+        pairs = [(pair.open, pair.close) for pair in (turns.system, turns.user, turns.assistant, turns.tools)]
+        pairs += [(call.open, call.close), (self.result.open, self.result.close)]
+        pairs += [(pair.open, pair.close) for pair in (self.think, self.answer, call.section) if pair]
+        for opener, closer in pairs:
+            yield from (text.strip() for text in (*re.split(r"\{+\w+\}*", opener), closer))
+        yield from (text.strip() for text in (*turns.headless, *turns.others, *self.ends))
+        if self.frames:
+            yield from (self.frames.start, self.frames.message, *self.frames.ends)
+
     def can_call(self, name: str) -> bool:
         """Whether a tool's name can be told from all else that is written where it stands."""
         if not name.strip() or len(name) > LONGEST_NAME:

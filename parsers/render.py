@@ -18,7 +18,7 @@ import hashlib
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -52,7 +52,7 @@ class Renderer:
     def __init__(self, wire_format: Format, tokenizer: Tokenizer, template: Encoder, traits: Traits) -> None:
         self.format = wire_format
         self.traits = traits
-        self.guard = Guard((*tokenizer.control, *_structure(wire_format)))
+        self.guard = Guard((*tokenizer.control, *wire_format.structure()))
         self._written = WrittenIds(wire_format)
         self._planner = Planner(wire_format, self.guard, traits, self.written_ids)
         self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
@@ -493,16 +493,3 @@ def _quoted(turn: Turn) -> str:
 
 def _size(ids: tuple[int, ...], found: Sequence[object]) -> int:
     return sys.getsizeof(ids) + sum(map(sys.getsizeof, found))
-
-
-def _structure(wire_format: Format) -> Iterator[str]:
-    """Everything that is looked for in rendered text; untrusted text must not have it."""
-    turns, call = wire_format.turns, wire_format.call
-    pairs = [(pair.open, pair.close) for pair in (turns.system, turns.user, turns.assistant, turns.tools)]
-    pairs += [(call.open, call.close), (wire_format.result.open, wire_format.result.close)]
-    pairs += [(pair.open, pair.close) for pair in (wire_format.think, wire_format.answer, call.section) if pair]
-    for opener, closer in pairs:
-        yield from (text.strip() for text in (*re.split(r"\{+\w+\}*", opener), closer))
-    yield from (text.strip() for text in (*turns.headless, *turns.others, *wire_format.ends))
-    if wire_format.frames:
-        yield from (wire_format.frames.start, wire_format.frames.message, *wire_format.frames.ends)
