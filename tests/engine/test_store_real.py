@@ -20,7 +20,12 @@ BOTH = ("qwen3_5_moe", "qwen3_moe")
 
 
 def opened(
-    directory: Path, fingerprint: str, pages: tuple[int, ...], states: tuple[int, ...], **options: object
+    directory: Path,
+    fingerprint: str,
+    pages: tuple[int, ...],
+    states: tuple[int, ...],
+    hosted: bool = False,
+    **options: object,
 ) -> Store:
     limits = {"quota_bytes": 256 * MIB, "host_bytes": 32 * MIB, "queue_bytes": 64 * MIB, "readers": 4} | options
     return open_store(StoreConfig(directory, fingerprint, pages, states, **limits))  # type: ignore[arg-type]
