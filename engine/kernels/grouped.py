@@ -234,11 +234,11 @@ def _down_tile(
         words = _down_words(blob, ahead, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS)
         scales = _scales(words, KIND, K)
         total = tl.dot(part, weights, total, input_precision="ieee")
-    column = n
-    if KIND == 0:
-        column = n // 32 * 32 + n % 2 * 16 + n % 32 // 2
-    to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
+    if KIND == 0:  # into order here: columns that lie apart are written a sector each
+        apart = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
+        total = tl.reshape(apart, (PAIRS, COLUMNS))
+    to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + n[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (n < hidden)[None, :])
 
 
 @triton.jit
