@@ -113,7 +113,10 @@ class Partition:
         self._named = named
 
     def release(self) -> None:
-        """Nothing is decided by a person any more."""
+        """Nothing is decided by a person any more. Raises DoesNotFit where nobody else would."""
+        policy = self._policy
+        if self._experts is None and policy.floor is None and not policy.grows:
+            raise DoesNotFit("here nothing but the sizes that you name divides memory: without a GPU, name them")
         self._named = frozenset()
 
     def enlarge(self, pages: int) -> bool:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.experts.layout import FORMATS
 from engine.experts.residency import Decision
 from engine.kernels import attention, linear
 from engine.kernels.experts import Sums
 from engine.kernels.linear import Direct, Stream
 from engine.kernels.ops import DeviceOps
+from engine.kernels.resident import ResidentExperts
 from engine.kernels.timing import (
     CHANNELS,
     EXPERTS,
@@ -156,7 +158,8 @@ def _shared(ops: Ops, draw: Draw, rows: int) -> Case:
     (weight, nbytes), wide, base = _weight(ops, draw, HIDDEN, 512), draw(rows, EXPERTS + 1025), draw(rows, HIDDEN)
     out, weights = draw(rows, TOP_K, HIDDEN), draw(rows, TOP_K)
     ids = torch.ones(rows, TOP_K, dtype=torch.int32, device=draw.device)
-    given = DeviceOps(_Given(Sums(out, weights, Decision(ids, ids, ids, ids, ids), whole=True)), draw.device)
+    known = Sums(out, weights, Decision(ids, ids, ids, ids, ids), whole=True)
+    given = DeviceOps(_Given(known, draw.device), draw.device)
 
     def run() -> tuple[Tensor, ...]:
         gate_up, gate = wide[:, EXPERTS:-1], wide[:, -1:]
@@ -165,20 +168,15 @@ def _shared(ops: Ops, draw: Draw, rows: int) -> Case:
     return Case(run, nbytes + out.nbytes + 2 * base.nbytes)
 
 
-@dataclass(frozen=True)
-class _Given:
+class _Given(ResidentExperts):
     """Experts whose outputs are known."""
 
-    known: Sums
+    def __init__(self, known: Sums, device: torch.device) -> None:
+        super().__init__(FORMATS["bf16"], device)
+        self._known = known
 
-    def pack(self, gate_up: Tensor, down: Tensor) -> None:
-        raise NotImplementedError
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
-        raise NotImplementedError
-
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums:
-        return self.known
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
+        return self._known
 
 
 def time_composed(ops: DeviceOps, reading: float, batches: tuple[int, ...]) -> None:

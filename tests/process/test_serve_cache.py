@@ -80,6 +80,7 @@ def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.C
         ({"kv": 1 << 45}, "pages: there may be 1 to"),
         ({"kv": 64}, "64 tokens are below the least, 128"),
         ({"experts": 5}, "experts have no slots here"),
+        ({"auto": True}, "nothing but the sizes that you name"),
         ({"pages": 5}, "experts, kv (tokens) and states can be set"),
         ({"kv": "many"}, "say how many"),
         ({}, "say how many"),
