@@ -42,3 +42,9 @@ def test_nothing_raises(name: str, data: st.DataObject, reason: str, opened: boo
 @given(data=st.data())
 def test_every_cut_gives_a_prefix(name: str, data: st.DataObject) -> None:
     inner(quick.test_every_cut_gives_a_prefix)(name=name, data=data)
+
+
+@deep
+@given(data=st.data())
+def test_every_prefix_of_the_arguments(name: str, data: st.DataObject) -> None:
+    inner(quick.test_every_prefix_of_the_arguments_is_one_of_the_json)(name=name, data=data)
