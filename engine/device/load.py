@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.api import PAGE, EngineConfig, StoreSettings
 from engine.device.arena import Division
@@ -49,7 +50,7 @@ class _Filling:
 
     def pack(self, gate_up: Tensor, down: Tensor) -> int:
         layer, self._layers = self._layers, self._layers + 1
-        self._pool.put_layer(layer, gate_up, down)
+        self._pool.put_layer(layer, *_widened(gate_up, down, self._pool.layout.inner))
         return layer
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
@@ -57,6 +58,16 @@ class _Filling:
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
         return sums_of(self.then, x, ids, weights, layer)
+
+
+def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+    """``gate_up`` [experts, 2 * columns, hidden] and ``down`` [experts, hidden, columns] with ``inner`` columns."""
+    experts, hidden, columns = down.shape
+    if columns == inner:
+        return gate_up, down
+    halves = gate_up.reshape(experts, 2, columns, hidden)
+    wide = pad(halves, (0, 0, 0, inner - columns)).view(experts, 2 * inner, hidden)
+    return wide, pad(down, (0, inner - columns))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from engine.device.hosted import GATHERED
 from engine.device.machine import MARGIN, Machine
 from engine.device.memory import Sizes
 from engine.device.outline import Outline
-from engine.experts.layout import FORMATS, Layout
+from engine.experts.layout import BLOCK, FORMATS, Layout
 from engine.experts.pool import STRIDE
 from engine.experts.residency import MOST_PAIRS
 from engine.weights.errors import BadConfig
@@ -117,7 +117,7 @@ def _layout(config: EngineConfig, what: Outline) -> Layout:
             raise BadConfig("experts are not served from a device in float32; choose dtype bfloat16 or expert_format")
         name = "bf16"
     try:
-        return Layout(FORMATS[name], what.hidden, what.inner)
+        return Layout(FORMATS[name], what.hidden, -(-what.inner // BLOCK) * BLOCK)  # columns of zeros add nothing
     except ValueError as error:
         raise BadConfig(f"these experts cannot be served from a device: {error}; serve with device cpu") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from device_double import LateLanes
 from device_support import bench, machine, round_experts, use_twins
 from engine_support import GREEDY, Bench, Outcome, Sampling, prompt, replace
+from safetensors.torch import load_file, save_file
 
 from engine.api import EngineConfig, Failed, Request, StoreSettings
 from engine.checkpoint import write_tiny
@@ -151,6 +153,28 @@ def test_architectures_and_formats(
 ) -> None:
     got, _ = serve(model(arch, name), {"experts": "hybrid", "slots": 6}, name)
     same(got, on_cpu(arch, name))
+
+
+def test_columns_that_fill_no_block(tmp_path: Path) -> None:
+    directory = write_tiny("qwen2_moe", tmp_path / "narrow", layers=2)
+    path, columns = directory / "model.safetensors", 20
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            kept = tensor.unflatten(1, (2, -1))[:, :, :columns].flatten(1, 2)
+        elif name.endswith("experts.down_proj"):
+            kept = tensor[:, :, :columns]
+        else:
+            continue
+        tensors[name] = kept.bfloat16().float().contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text()) | {"moe_intermediate_size": columns}
+    (directory / "config.json").write_text(json.dumps(config))
+    with bench(directory, max_sequences=SEQUENCES) as made:
+        wanted = conversation(made)
+    options = on_device("bf16", experts="hybrid", split=0.5, slots=None)
+    with bench(directory, max_sequences=SEQUENCES, **limited(directory, options)) as made:
+        same(conversation(made), wanted)
 
 
 def offloading(model: Callable[..., Path], **options: Any) -> dict[str, Any]:
