@@ -233,7 +233,7 @@ class EngineClient:
 
     @property
     def about(self) -> Mapping[str, str]:
-        return {"kind": "worker"}
+        return {"kind": "worker", **({"runs_on": self._info.instruction_set} if self._info else {})}
 
     @property
     def lacks(self) -> Mapping[str, str]:

@@ -60,6 +60,7 @@ def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
     )
     model, project = scratch / "model", scratch / "project"
     make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(model), "--tokenizer", "qwen"]
+    make += ["--dtype", "bfloat16"]  # which a GPU serves too
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     project.mkdir()
     rows: list[Row] = []
@@ -70,6 +71,7 @@ def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
             rows.append(row)
             status.update(f"{row.protocol}: {row.name}")
 
+        console.print(f"Computed with {server.get('/health')['engine']['runs_on']}.", style="dim")
         workspace = Workspace(project)
         seconds = requests(server, workspace, record)
         workspace.check()
