@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PAGE = 64
 """Tokens in a page, at absolute positions; the unit of sliceable state and of page keys."""
@@ -46,8 +46,7 @@ class Sampling:
     constraint: str | None = None
 
 
-@dataclass(frozen=True)
-class Anchor:
+class Anchor(NamedTuple):
     """A position of the prompt at which a checkpoint is wanted. The worker moves it down to its architecture's grid.
     Higher ``priority`` is kept longer; ``pinned`` anchors are never thinned while their session lives."""
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+Payload = list[bytes | memoryview]
+"""Bytes in pieces."""
 _I64 = 1 << 63
 _U32 = sys.byteorder == "little" and array("I").itemsize == 4
 """Whether a view of ints has the bytes that are sent."""
@@ -47,19 +49,21 @@ class IdReader:
 
 @dataclass(frozen=True)
 class Codec:
-    """``pack`` turns a value into JSON and appends its ids to the payload; ``unpack`` is its inverse.
+    """``pack`` turns a value into JSON and appends its ids to the pieces of a payload; ``unpack`` is its inverse.
     Both raise CodecError."""
 
-    pack: Callable[[Any, bytearray], Any]
+    pack: Callable[[Any, Payload], Any]
     unpack: Callable[[Any, IdReader], Any]
 
 
 def compile_codec(annotation: Any) -> Codec:
     """The codec of a type: str, int, float, bool, Literal, X | None, str | float, tuples, Sequence[int] (which is read
-    as a tuple), dict[str, X] and dataclasses of these."""
+    as a tuple), dict[str, X], dataclasses and named tuples of these; many of the latter are packed in little time."""
     origin, args = get_origin(annotation), get_args(annotation)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _record(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        return _row(annotation)
     if origin is Literal:
         return _scalar(lambda value: isinstance(value, str) and value in args, annotation)
     if origin in (Union, types.UnionType) and len(args) == 2 and args[1] is type(None):
@@ -114,14 +118,14 @@ def _text_or_number() -> Codec:
 
 
 def _ids() -> Codec:
-    def pack(value: Any, payload: bytearray) -> int:
+    def pack(value: Any, payload: Payload) -> int:
         if isinstance(value, memoryview) and value.format == "I" and value.contiguous and _U32:
-            payload += value
+            payload.append(value.cast("B"))
             return len(value)
         if not isinstance(value, tuple):
             raise CodecError("ids are neither a tuple nor a view of u32")
         try:
-            payload += struct.pack(f"<{len(value)}I", *value)
+            payload.append(struct.pack(f"<{len(value)}I", *value))
         except struct.error as error:
             raise CodecError(f"ids are not u32: {error}") from error
         return len(value)
@@ -142,7 +146,7 @@ def _optional(inner: Codec) -> Codec:
 
 
 def _sequence(inner: Codec) -> Codec:
-    def pack(value: Any, payload: bytearray) -> list[Any]:
+    def pack(value: Any, payload: Payload) -> list[Any]:
         return [inner.pack(item, payload) for item in _expect(value, tuple)]
 
     def unpack(value: Any, ids: IdReader) -> tuple[Any, ...]:
@@ -157,7 +161,7 @@ def _fixed(parts: list[Codec]) -> Codec:
             raise CodecError(f"{len(value)} items where {len(parts)} belong")
         return value
 
-    def pack(value: Any, payload: bytearray) -> list[Any]:
+    def pack(value: Any, payload: Payload) -> list[Any]:
         return [part.pack(item, payload) for part, item in zip(parts, sized(value, tuple), strict=True)]
 
     def unpack(value: Any, ids: IdReader) -> tuple[Any, ...]:
@@ -166,8 +170,21 @@ def _fixed(parts: list[Codec]) -> Codec:
     return Codec(pack, unpack)
 
 
+def _row(cls: Any) -> Codec:
+    hints = get_type_hints(cls)
+    codecs = [compile_codec(hints[name]) for name in cls._fields]
+    packs, fixed = [codec.pack for codec in codecs], _fixed(codecs)
+
+    def pack(value: Any, payload: Payload) -> list[Any]:
+        if type(value) is not cls:
+            raise CodecError(f"{type(value).__name__} where {cls.__name__} belongs")
+        return [pack(item, payload) for pack, item in zip(packs, value, strict=True)]
+
+    return Codec(pack, lambda value, ids: cls._make(fixed.unpack(value, ids)))
+
+
 def _mapping(inner: Codec) -> Codec:
-    def pack(value: Any, payload: bytearray) -> dict[str, Any]:
+    def pack(value: Any, payload: Payload) -> dict[str, Any]:
         return {_expect(key, str): inner.pack(item, payload) for key, item in _expect(value, dict).items()}
 
     def unpack(value: Any, ids: IdReader) -> dict[str, Any]:
@@ -180,7 +197,7 @@ def _record(cls: type) -> Codec:
     hints = get_type_hints(cls)
     parts = {field.name: compile_codec(hints[field.name]) for field in dataclasses.fields(cls)}
 
-    def pack(value: Any, payload: bytearray) -> dict[str, Any]:
+    def pack(value: Any, payload: Payload) -> dict[str, Any]:
         if type(value) is not cls:
             raise CodecError(f"{type(value).__name__} where {cls.__name__} belongs")
         return {name: part.pack(value.__dict__[name], payload) for name, part in parts.items()}

@@ -31,7 +31,7 @@ from engine.api import (
     Stats,
     Tokens,
 )
-from engine.codec import Codec, CodecError, IdReader, compile_codec
+from engine.codec import Codec, CodecError, IdReader, Payload, compile_codec
 
 MAX_HEADER = 8 << 20
 """Bytes of JSON in a frame."""
@@ -94,14 +94,15 @@ _LENGTHS = struct.Struct("<II")
 
 def encode(message: Message) -> bytes:
     """One frame. Raises MessageError when a field has a wrong type or the frame would be too large."""
-    payload = bytearray()
+    payload: Payload = []
     name = _NAMES[type(message)]
     try:
         header = json.dumps([name, _CODECS[name].pack(message, payload)], separators=(",", ":")).encode()
     except CodecError as error:
         raise MessageError(f"{name}: {error}") from error
-    _check_lengths(len(header), len(payload))
-    return b"".join((_LENGTHS.pack(len(header), len(payload)), header, payload))
+    size = sum(map(len, payload))
+    _check_lengths(len(header), size)
+    return b"".join((_LENGTHS.pack(len(header), size), header, *payload))
 
 
 def decode(header: bytes, payload: bytes) -> Message:
@@ -129,7 +130,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
 def status_line(status: Status) -> str:
     """A load report as one line of JSON, without its newline."""
     name = _NAMES[type(status)]
-    return json.dumps([name, _CODECS[name].pack(status, bytearray())])
+    return json.dumps([name, _CODECS[name].pack(status, [])])
 
 
 def parse_status(line: bytes) -> Status | None:
@@ -145,7 +146,7 @@ def parse_status(line: bytes) -> Status | None:
 
 
 def config_to_json(config: EngineConfig) -> str:
-    return json.dumps(_CONFIG.pack(config, bytearray()))
+    return json.dumps(_CONFIG.pack(config, []))
 
 
 def config_from_json(text: str) -> EngineConfig:

@@ -144,7 +144,7 @@ def submit(state: ServerState, request: Request) -> EngineStream:
 
 
 def engine_anchors(points: Iterable[AnchorPoint]) -> tuple[Anchor, ...]:
-    return tuple(Anchor(point.position, point.kind, point.priority, point.pinned) for point in points)
+    return tuple(map(Anchor._make, points))
 
 
 async def worker(state: ServerState) -> ModelInfo:

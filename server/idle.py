@@ -107,7 +107,7 @@ class Idle:
             id=uuid4().hex,
             tokens=prediction.tokens,
             sampling=Sampling(max_tokens=0, temperature=0.0),
-            anchors=tuple(Anchor(a.position, a.kind, a.priority, a.pinned) for a in prediction.anchors),
+            anchors=tuple(map(Anchor._make, prediction.anchors)),
             session=prediction.session,
             namespace=prediction.namespace,
             background=True,

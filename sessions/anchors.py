@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parsers.events import BoundaryKind
 from parsers.probe import Probe
@@ -54,12 +55,11 @@ WATCH_PRIORITIES: dict[BoundaryKind, float] = {
 }
 
 
-_Found = tuple[int, str, bool]
-"""Position, kind, and whether it is pinned."""
+_Found = tuple[str, bool, Sequence[int]]
+"""Kind, whether it is pinned, and positions in ascending order."""
 
 
-@dataclass(frozen=True)
-class AnchorPoint:
+class AnchorPoint(NamedTuple):
     """``position`` tokens lie before the checkpoint. Higher ``priority`` is kept longer, ``pinned`` always."""
 
     position: int
@@ -93,39 +93,43 @@ def anchor_points(
     by_kind: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
-    named = _best_per_position(
-        [
-            *_pinned(by_kind, probe),
-            *((position, "parting", True) for position in partings),
-            (length, "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop", False),
-            *_inner(by_kind),
-        ],
-        length,
+    lattice = _lattice(length)
+    end = "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop"
+    found = [*_pinned(by_kind, probe), ("parting", True, sorted(partings)), (end, False, [length]), *_others(by_kind)]
+    found.sort(key=lambda one: (one[1], PRIORITIES[one[0]]), reverse=True)
+    best: dict[int, tuple[str, bool]] = {}
+    for kind, pinned, positions in found:
+        for position in reversed(positions):
+            if len(best) == LIMIT - len(lattice):
+                break
+            if 0 < position <= length:
+                best.setdefault(position, (kind, pinned))
+    for position in lattice:
+        best.setdefault(position, ("lattice", False))
+    return tuple(
+        AnchorPoint(position, kind, priorities[kind], pinned) for position, (kind, pinned) in sorted(best.items())
     )
-    lattice = [position for position in _lattice(length) if position not in named]
-    room = LIMIT - len(lattice)
-    ranked = sorted((pinned, worth, position, kind) for position, (pinned, worth, kind) in named.items())
-    points = [(position, kind, pinned) for pinned, _, position, kind in ranked[-room:]]
-    points += [(position, "lattice", False) for position in lattice]
-    return tuple(AnchorPoint(position, kind, priorities[kind], pinned) for position, kind, pinned in sorted(points))
 
 
 def _pinned(by_kind: Mapping[str, Sequence[Span]], probe: Probe) -> list[_Found]:
-    first = min((some[0].start for kind, some in by_kind.items() if kind not in ("tools", "system")), default=0)
-    found: list[_Found] = [(first, "head_end", True)]
-    systems = by_kind.get("system", ())
+    first, systems = _first(by_kind), by_kind.get("system", ())
     parts = sorted(span.end for span in (*by_kind.get("tools", ()), *systems) if span.end < first)
-    found += [(end, "head_part", True) for end in parts[:PINNED_PARTS]]
-    found += [(span.start, "turn_start", False) for span in systems if span.start >= first]
-    users = [span.start for span in by_kind.get("user", ())]
-    found += [(start, "user_start", True) for start in users[-PINNED_USERS:]]
-    found += [(start, "user_start", False) for start in users[:-PINNED_USERS]]
-    headers = [span.start for span in by_kind.get("assistant_header", ())]
-    found += [(start, "turn_start", False) for start in headers]
-    found += [(span.start, "generation_prompt", True) for span in by_kind.get("generation_prompt", ())]
+    users = [span.start for span in by_kind.get("user", ())[-PINNED_USERS:]]
+    found: list[_Found] = [
+        ("head_end", True, [first]),
+        ("head_part", True, parts[:PINNED_PARTS]),
+        ("user_start", True, users),
+        ("generation_prompt", True, [span.start for span in by_kind.get("generation_prompt", ())]),
+    ]
     if not probe.thinking_survives:
-        found += [(start, "loop_start", True) for start in _loop_starts(users[-PINNED_USERS:], headers)]
+        headers = [span.start for span in by_kind.get("assistant_header", ())]
+        found.append(("loop_start", True, sorted(_loop_starts(users, headers))))
     return found
+
+
+def _first(by_kind: Mapping[str, Sequence[Span]]) -> int:
+    """Where system and tools end."""
+    return min((some[0].start for kind, some in by_kind.items() if kind not in ("tools", "system")), default=0)
 
 
 def _loop_starts(users: Sequence[int], headers: Sequence[int]) -> set[int]:
@@ -134,25 +138,22 @@ def _loop_starts(users: Sequence[int], headers: Sequence[int]) -> set[int]:
     return {headers[at] for user in users if (at := bisect_right(headers, user)) < len(headers)}
 
 
-def _inner(by_kind: Mapping[str, Sequence[Span]]) -> list[_Found]:
-    """Ends of tool outputs, and both ends of thinking and calls."""
-    found: list[_Found] = [(span.end, "tool_output_end", False) for span in by_kind.get("tool_output", ())]
+def _others(by_kind: Mapping[str, Sequence[Span]]) -> list[_Found]:
+    """Beginnings of turns, ends of tool outputs, and both ends of thinking and calls."""
+    first = _first(by_kind)
+    systems = [span.start for span in by_kind.get("system", ()) if span.start >= first]
+    headers = [span.start for span in by_kind.get("assistant_header", ())]
+    found: list[_Found] = [
+        ("user_start", False, [span.start for span in by_kind.get("user", ())[:-PINNED_USERS]]),
+        ("turn_start", False, sorted((*systems, *headers))),
+        ("tool_output_end", False, [span.end for span in by_kind.get("tool_output", ())]),
+    ]
     for kind in ("thinking", "tool_call"):
-        found += [(span.start, f"{kind}_start", False) for span in by_kind.get(kind, ())]
-        found += [(span.end, f"{kind}_end", False) for span in by_kind.get(kind, ())]
+        found.append((f"{kind}_start", False, [span.start for span in by_kind.get(kind, ())]))
+        found.append((f"{kind}_end", False, [span.end for span in by_kind.get(kind, ())]))
     return found
 
 
 def _lattice(length: int) -> range:
     step = LATTICE * max(1, -(-length // (LATTICE * LATTICE_SHARE)))
     return range(step, length, step)
-
-
-def _best_per_position(found: Iterable[_Found], length: int) -> dict[int, tuple[bool, float, str]]:
-    """Whether it is pinned, what it is worth, and its kind."""
-    best: dict[int, tuple[bool, float, str]] = {}
-    for position, kind, pinned in found:
-        known, worth = best.get(position), PRIORITIES[kind]
-        if 0 < position <= length and (known is None or (pinned, worth) > known[:2]):
-            best[position] = pinned, worth, kind
-    return best

@@ -30,7 +30,7 @@ SCALARS: dict[object, st.SearchStrategy[Any]] = {
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Every value of an annotated type that has a wire form."""
     args = get_args(annotation)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields")):
         return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
     if annotation in SCALARS:
         return SCALARS[annotation]
