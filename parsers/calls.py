@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parsers.codecs.call import Call, Fence, Interrupted, Malformed
+from parsers.codecs.call import Call, Fence, Malformed
 from parsers.codecs.readers import reader_for
 from parsers.events import Boundary, Event, Tolerated, ToolArgsDelta, ToolCallEnd, ToolCallStart
 from parsers.format import Format, Json
 from parsers.header import Header, usual
 from parsers.output import Output
 from parsers.schema import is_json_object
-from parsers.source import Cut, Emit, Source, Step, Stops, certain
+from parsers.source import Cut, Emit, Interrupted, Source, Step, Stops, certain, drop
 from parsers.wire import Wire
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -196,7 +196,7 @@ class Calls:
         if (yield from source.peek()) in self._bare:
             start = out.boundary("tool_call_start", source.position)
             out.keep()
-            stop = yield from self._list(_Noise(""), Opener("call", guarded=True), Place(_drop, _nothing), start)
+            stop = yield from self._list(_Noise(""), Opener("call", guarded=True), Place(drop, nothing), start)
             try:
                 alone = not stop and (yield from source.follows((self._fence.ends,)))
             except Cut:
@@ -270,15 +270,10 @@ class Calls:
             name = yield from self._header.read(source, call, opener.kind == "head")
         if name and self._json:
             yield from source.space()
-            if not (yield from source.follows((("{", '"', "null", *self._behind),))):
+            if not (yield from source.follows((("{", '"', "null", *self._fence.behind),))):
                 raise Malformed
         if name:
             call.announce(name)
-
-    @property
-    def _behind(self) -> tuple[str, ...]:
-        fence = self._fence
-        return tuple(one for one in (self._tail, *fence.closes, *fence.opens, *fence.ends) if one)
 
     def _end(self, call: Call, stop: str, complete: bool) -> Step[str]:
         """From behind the arguments to behind the closer. Returns a delimiter beyond it that is consumed already."""
@@ -286,7 +281,7 @@ class Calls:
         if complete:
             stop, complete = yield from self._closing(call, stop)
         elif not stop and not source.ended:
-            stop = (yield from source.until(self._recovery, _drop, hold_at_end=True)) or ""
+            stop = (yield from source.until(self._recovery, drop, hold_at_end=True)) or ""
         complete = complete and is_json_object("".join(call.parts))
         self._broken = self._broken or not complete
         closed = stop in self._close
@@ -312,7 +307,7 @@ class Calls:
                     source.advance(len(source.buffer))
                     return "", False
                 if found and source.buffer.strip():  # empty: a natural end
-                    stop = (yield from source.until(Stops(*expected), _drop)) or ""
+                    stop = (yield from source.until(Stops(*expected), drop)) or ""
             if stop not in expected:
                 call.tolerate(rule)
             elif expected is not self._close:
@@ -359,9 +354,5 @@ def _merged(inner: Opener, outer: Opener) -> Opener:
     return Opener(inner.kind, outer.rule or inner.rule, inner.guarded or outer.guarded)
 
 
-def _drop(text: str) -> None:
-    """What follows a broken call up to the next delimiter."""
-
-
-def _nothing() -> None:
-    """Nothing happens before a call that stands alone."""
+def nothing() -> None:
+    """Before a call that stands alone."""

@@ -114,8 +114,9 @@ class Tagged:
     ``trim`` says what belongs to the layout of a value: one newline on each side, or nothing. Without ``key_end`` the
     tool's schema says how a value becomes JSON (``parsers.schema``). With it the wire does: TYPE is ``true`` for text
     and ``false`` for JSON (``typed`` "string"), or the name of a JSON type (``typed`` "type"). ``escapes``: ``&`` and
-    ``"`` in names and keys are escaped as in XML. ``between`` is the layout around parameters. White space inside
-    ``open_end`` is layout too. ``whole`` may stand for all parameters: its body is the argument object as JSON.
+    ``"`` in names and keys are escaped as in XML. ``between`` is the layout around parameters, ``empty`` more of it
+    where there are none. White space inside ``open_end`` is layout too. ``whole`` may stand for all parameters: its
+    body is the argument object as JSON.
     """
 
     open: str
@@ -126,6 +127,7 @@ class Tagged:
     typed: Literal["", "string", "type"] = ""
     escapes: bool = False
     between: str = "\n"
+    empty: str = ""
     whole: Pair | None = None
 
 

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from parsers.calls import Calls, Place
+from parsers.calls import Calls, Place, nothing
 from parsers.events import Boundary, ThinkingDelta
 from parsers.format import Format, Frames
 from parsers.output import Output
-from parsers.source import Cut, Source, Step, Stops
+from parsers.source import Cut, Source, Step, Stops, drop
 from parsers.wire import Wire
 
 _LIMIT = 256
@@ -116,10 +116,10 @@ class Framed:
             if stop is not None:
                 out.emit(out.boundary("thinking_end", source.at if stop == self._start else source.position))
         elif head.kind == "call":
-            place = Place(out.put_text, _nothing)
+            place = Place(out.put_text, nothing)
             called, stop = yield from self._calls.framed(head.name, place, replace(start, kind="tool_call_start"))
             if not stop:
-                stop = yield from source.until(self._body_stops, _drop if called else out.put_text)
+                stop = yield from source.until(self._body_stops, drop if called else out.put_text)
         else:
             out.put_text(head.text)
             stop = stop or (yield from source.until(self._body_stops, out.put_text))
@@ -128,11 +128,3 @@ class Framed:
             out.tolerate("missing_message_end")
             return ""
         return stop
-
-
-def _drop(text: str) -> None:
-    """What stands behind a call in its message."""
-
-
-def _nothing() -> None:
-    """Nothing happens before the call of a message."""

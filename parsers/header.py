@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import re
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed, declared
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, declared
 from parsers.codecs.writers import spelled
 from parsers.format import Call as CallFormat
 from parsers.format import Codec, Elements, Json, Literals, Tagged
-from parsers.source import Source, Step, Stops
+from parsers.source import Interrupted, Source, Step, Stops
 from parsers.wire import Wire
 
 _HOLE = re.compile(r"\{(name|n|n1|id)\}")
@@ -34,7 +34,7 @@ class Header:
         self._codec = call.codec
         self._escapes = isinstance(call.codec, Tagged) and call.codec.escapes
         self._starts = tuple(wire.code(start) for start in _starts(call.codec))
-        self._hard = (*fence.opens, *fence.closes, *fence.ends, *others)
+        self._hard = (*fence.outer, *others)
         self._ends = tuple(dict.fromkeys(one for one in (end, end.lstrip("\"'")) if one))
         ends = self._ends or ("\n",)
         self._closers = (fence.tail, *fence.closes)

@@ -34,6 +34,18 @@ class Cut(Exception):
     """The input ended where more of it would have decided."""
 
 
+class Interrupted(Exception):
+    """A delimiter that no value can contain came inside one; it is already consumed."""
+
+    def __init__(self, stop: str) -> None:
+        super().__init__(stop)
+        self.stop = stop
+
+
+def drop(text: str) -> None:
+    """For text that means nothing."""
+
+
 class Stops:
     """A set of delimiters, compiled: the longest one wins where several begin at the same place."""
 
@@ -42,7 +54,6 @@ class Stops:
         self.pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
         self.longest = len(ordered[0]) if ordered else 0
         self.prefixes = frozenset(d[:n] for d in ordered for n in range(1, len(d)))
-        self.delimiters = frozenset(ordered)
 
     def held(self, text: str) -> int:
         """Where the suffix of ``text`` begins that may still become a (longer) delimiter; len(text) if none."""
@@ -163,6 +174,15 @@ class Source:
                 self.at, self.stop = self.position, ""
                 return None
             yield
+
+    def inside(self, stops: Stops, emit: Emit, ends: Container[str]) -> Step[str]:
+        """``until`` within a value, of which half a delimiter is no part. Raises Cut, and Interrupted at ``ends``."""
+        stop = yield from self.until(stops, emit, hold_at_end=True)
+        if stop is None:
+            raise Cut
+        if stop in ends:
+            raise Interrupted(stop)
+        return stop
 
     def take(self, stops: Stops, limit: int) -> Step[tuple[str, str | None]]:
         """The text up to the first stop, and the stop; (text, None) when it is longer than ``limit``. Raises Cut."""

@@ -72,7 +72,8 @@ class Values(Parts):
         if more:
             key = self._other_key(spelled(codec, member.key) for member in members)
             parts.append(f"({sequence((self._opened(codec, key, {}), between))})*")
-        return sequence(("" if apart else between, *parts))
+        empty = "" if any(member.required for member in members) else self._rules.layout(codec.empty)
+        return sequence(("" if apart else between, empty, *parts))
 
     def _parameter(self, codec: Tagged, member: Member) -> str:
         return self._rules.rule(self._opened(codec, plain(spelled(codec, member.key)), member.schema))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from parsers.codecs.writers import Written, spelled
@@ -38,24 +37,15 @@ def assistant_text(
         if isinstance(group, str):
             parts.append(_wrapped(wire_format.answer, group))
         else:
-            parts.append(_section(wire_format.call, group, written))
+            parts.append(calls_text(wire_format.call, group, written))
         written = True
     return "".join(parts)
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    """A call, its number in the conversation, and its number in the message."""
-
-    call: Written
-    number: int
-    ordinal: int
-
-
-def _groups(blocks: Sequence[Block], guard: Guard, first_call: int) -> list[str | list[_Numbered]]:
+def _groups(blocks: Sequence[Block], guard: Guard, first_call: int) -> list[str | list[Written]]:
     """Text, and runs of calls, in order."""
-    found: list[str | list[_Numbered]] = []
-    run: list[_Numbered] = []
+    found: list[str | list[Written]] = []
+    run: list[Written] = []
     calls = 0
     for block in blocks:
         if isinstance(block, Text) and block.text:
@@ -64,14 +54,11 @@ def _groups(blocks: Sequence[Block], guard: Guard, first_call: int) -> list[str 
         elif isinstance(block, ToolCall):
             if not run:
                 found.append(run)
-            run.append(_Numbered(_written(block, guard), first_call + calls, calls + 1))
+            arguments = {guard.text(key): guard.value(value) for key, value in arguments_mapping(block).items()}
+            name, identity, verbatim = map(guard.text, (block.name, block.id, arguments_text(block)))
+            run.append(Written(name, identity, arguments, verbatim, first_call + calls, calls + 1))
             calls += 1
     return found
-
-
-def _written(block: ToolCall, guard: Guard) -> Written:
-    arguments = {guard.text(key): guard.value(value) for key, value in arguments_mapping(block).items()}
-    return Written(guard.text(block.name), guard.text(block.id), guard.text(arguments_text(block)), arguments)
 
 
 def _thinking(think: Think, text: str, state: ThinkingState) -> str:
@@ -85,9 +72,9 @@ def _wrapped(answer: Answer | None, text: str) -> str:
     return f"{answer.open}{answer.inner}{text}{answer.inner}{answer.close}" if answer else text
 
 
-def _section(call: Call, calls: Sequence[_Numbered], behind_text: bool) -> str:
+def calls_text(call: Call, calls: Sequence[Written], behind_text: bool) -> str:
     """Calls that follow each other."""
-    inside = call.between.join(call_text(call, one) for one in calls)
+    inside = call.between.join(_call(call, one) for one in calls)
     if isinstance(call.codec, JsonCall | PythonCalls) and call.codec.many:
         inside = f"[{inside}]"
     if call.section and not (call.bare and not behind_text):
@@ -95,20 +82,18 @@ def _section(call: Call, calls: Sequence[_Numbered], behind_text: bool) -> str:
     return call.first + inside if behind_text or call.first_alone else inside
 
 
-def call_text(call: Call, one: _Numbered) -> str:
+def _call(call: Call, one: Written) -> str:
     """One call with its own wrapper."""
-    written = one.call
-    name = spelled(call.codec, written.name)
-    header = call.header
-    for hole, value in (("{n}", str(one.number)), ("{n1}", str(one.ordinal)), ("{id}", written.id), ("{name}", name)):
+    name, header = spelled(call.codec, one.name), call.header
+    for hole, value in (("{n}", str(one.number)), ("{n1}", str(one.ordinal)), ("{id}", one.id), ("{name}", name)):
         header = header.replace(hole, value)
-    body = codec_text(call.codec, written)
+    body = codec_text(call.codec, one)
     if isinstance(call.codec, Tagged) and header.endswith(call.codec.between):
         body = body.removeprefix(call.codec.between)
     return f"{call.open}{call.inner}{header}{body}{call.tail}{call.inner}{call.close}"
 
 
-def _framed(wire_format: Format, frames: Frames, thinking: str, groups: Sequence[str | list[_Numbered]]) -> str:
+def _framed(wire_format: Format, frames: Frames, thinking: str, groups: Sequence[str | list[Written]]) -> str:
     """Messages; the first has its start in the prompt, and the last ends with the turn unless its call ends that."""
     messages = [(frames.thinking, thinking, frames.ends[0])] if thinking else []
     for number, group in enumerate(groups):
@@ -118,8 +103,8 @@ def _framed(wire_format: Format, frames: Frames, thinking: str, groups: Sequence
             messages.append((header, group, frames.ends[0]))
             continue
         for one in group:
-            header = frames.call.replace("{name}", one.call.name)
-            messages.append((header, _section(wire_format.call, [one], behind_text=False), frames.ends[0]))
+            header = frames.call.replace("{name}", one.name)
+            messages.append((header, calls_text(wire_format.call, [one], behind_text=False), frames.ends[0]))
     if groups and not isinstance(groups[-1], str) and frames.call_end in wire_format.ends:
         messages[-1] = (*messages[-1][:2], frames.call_end)
     elif messages:

@@ -22,14 +22,6 @@ class Malformed(Exception):
     """The text is no call of this format."""
 
 
-class Interrupted(Exception):
-    """A delimiter that no value can contain came inside one; it is already consumed."""
-
-    def __init__(self, stop: str) -> None:
-        super().__init__(stop)
-        self.stop = stop
-
-
 class Call:
     """One call as it is read: announced once its name is final, then fragments of its arguments.
 
@@ -109,6 +101,16 @@ class Fence:
     """What closes the arguments before the call's closer, as in the header's own element."""
     head: str = ""
     """How the header of a call begins."""
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """All that is no argument, but for the tail."""
+        return tuple(text for text in (*self.closes, *self.opens, *self.ends) if text)
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """What may follow arguments."""
+        return (self.tail, *self.outer) if self.tail else self.outer
 
 
 class Reader(Protocol):

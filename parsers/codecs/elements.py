@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed, Single
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, Single
 from parsers.codecs.parameters import Parameters
 from parsers.format import Elements
 from parsers.schema import NESTING, Shape, json_of, quoted
-from parsers.source import Cut, Source, Step, Stops, certain
+from parsers.source import Cut, Interrupted, Source, Step, Stops, certain
 
 
 @dataclass
@@ -32,8 +32,7 @@ class ElementsReader(Single):
 
     def __init__(self, codec: Elements, fence: Fence, spelled: frozenset[str]) -> None:
         self._item, self._prefix = codec.item, codec.prefix
-        outer = (*fence.closes, *fence.opens, *fence.ends)
-        self._outer = tuple(text for text in outer if text and text not in spelled)
+        self._outer = tuple(text for text in fence.outer if text not in spelled)
         self._ends = fence.ends
         self._stops = Stops(codec.prefix, *self._outer)
         self._name = Stops(">", *self._outer)
@@ -87,11 +86,7 @@ class ElementsReader(Single):
         value = parameters.value(name, "", "", trims=False)
         closer = f"{self._prefix}</{name}>"
         stops = Stops(closer, *self._outer)
-        stop = yield from source.until(stops, value.put, hold_at_end=True)
-        if stop is None:
-            raise Cut
-        if stop in self._ends:
-            raise Interrupted(stop)
+        stop = yield from source.inside(stops, value.put, self._ends)
         value.close(drop_newline=stop != closer)
         if stop == closer:
             return self._prefix
@@ -102,14 +97,10 @@ class ElementsReader(Single):
         """An element behind its opener. Returns the marker, or a delimiter that came before its closer."""
         open_nodes = [root]
         while open_nodes:
-            stop = yield from source.until(self._stops, open_nodes[-1].texts.append, hold_at_end=True)
-            if stop is None:
-                raise Cut
+            stop: str | None = yield from source.inside(self._stops, open_nodes[-1].texts.append, self._ends)
             name = ""
             if stop == self._prefix:
                 name, stop = yield from self._tag(source)
-            if stop in self._ends:
-                raise Interrupted(str(stop))
             if stop != self._prefix:
                 call.tolerate("missing_parameter_close")
                 return stop

@@ -3,14 +3,13 @@ inside a string is content; only an end of turn interrupts it."""
 
 from __future__ import annotations
 
-import json
 import re
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Malformed, Single
-from parsers.codecs.strings import JsonString, QuotedString
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, Single
+from parsers.codecs.strings import Strings, decoded_string
 from parsers.format import JsonCall
 from parsers.schema import is_json_object, well_formed
-from parsers.source import Cut, Emit, Source, Step, Stops
+from parsers.source import Cut, Emit, Source, Step, Stops, drop
 
 _SCALAR_START = re.compile(r"[-0-9tfn]")
 _SCALAR_END = re.compile(r"[,}\]\s]|[\ud800-\udfff]")
@@ -21,18 +20,16 @@ class JsonValues:
     """Reads JSON values. Deviations that Python's spelling brings along are set right on the way."""
 
     def __init__(self, fence: Fence) -> None:
-        outside = (*fence.closes, *fence.opens, *fence.ends)
-        self._outside = frozenset(outside)
-        self._string = JsonString(fence.ends)
-        self._python_string = QuotedString("'", fence.ends, escapes=True)
-        self._nested = Stops('"', "'", "{", "}", "[", "]", ",", *_PYTHON, *outside)
+        self._outside = fence.outer
+        self._strings = {'"': Strings('"', fence.ends, "json"), "'": Strings("'", fence.ends, "python")}
+        self._nested = Stops('"', "'", "{", "}", "[", "]", ",", *_PYTHON, *fence.outer)
 
     def value(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         """Exactly one value. Raises Malformed, Interrupted and Cut."""
         character = yield from source.peek()
         if character == '"':
-            emit(source.advance(1))
-            yield from self._string.body(source, call, emit)
+            source.advance(1)
+            yield from self._strings['"'].read(source, call, emit)
         elif character in ("{", "["):
             yield from self._container(source, call, emit)
         elif not character:
@@ -46,12 +43,7 @@ class JsonValues:
         """A short string, decoded."""
         if not (yield from source.literal('"')):
             raise Malformed
-        parts = ['"']
-        yield from self._string.body(source, call, parts.append)
-        text = decoded_string("".join(parts))
-        if text is None:
-            raise Malformed
-        return text
+        return (yield from self._strings['"'].decoded(source, call))
 
     def _container(self, source: Source, call: Call, emit: Emit) -> Step[None]:
         depth = 0
@@ -60,32 +52,20 @@ class JsonValues:
             emit(call.text_of(text))
 
         while True:
-            stop = yield from source.until(self._nested, put, hold_at_end=True)
-            if stop is None:
-                raise Cut
-            if stop in self._outside:
-                raise Interrupted(stop)
+            stop = yield from source.inside(self._nested, put, self._outside)
+            if stop == "'" or stop in _PYTHON:
+                call.tolerate("python_literal")
             if stop == ",":
                 yield from _comma(source, call, emit)
-            elif stop == '"':
-                emit(stop)
-                yield from self._string.body(source, call, emit)
-            elif stop == "'" or stop in _PYTHON:
-                call.tolerate("python_literal")
-                yield from self._python(source, call, stop, emit)
+            elif stop in self._strings:
+                yield from self._strings[stop].read(source, call, emit)
+            elif stop in _PYTHON:
+                emit(_PYTHON[stop])
             else:
                 emit(stop)
                 depth += 1 if stop in "{[" else -1
                 if depth == 0:
                     return
-
-    def _python(self, source: Source, call: Call, stop: str, emit: Emit) -> Step[None]:
-        if stop in _PYTHON:
-            emit(_PYTHON[stop])
-            return
-        emit('"')
-        yield from self._python_string.body(source, call, emit)
-        emit('"')
 
     @staticmethod
     def _scalar(source: Source, emit: Emit) -> Step[None]:
@@ -119,7 +99,7 @@ class JsonReader(Single):
 
     def __init__(self, fence: Fence) -> None:
         self._values = JsonValues(fence)
-        self._behind = tuple(text for text in (fence.tail.strip(), *fence.closes, *fence.opens, *fence.ends) if text)
+        self._behind = fence.behind
 
     def read(self, source: Source, call: Call) -> Step[str]:
         """Returns "": what follows the object is not consumed."""
@@ -156,7 +136,7 @@ class JsonCallReader:
 
     def __init__(self, codec: JsonCall, fence: Fence) -> None:
         self._codec = codec
-        self._behind = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
+        self._behind = fence.outer
         self._values = JsonValues(fence)
         self._separator = "," if codec.many else ";"
 
@@ -220,7 +200,7 @@ class JsonCallReader:
             call.tolerate("nested_call")
             yield from self._members(source, call, seen, nested=True)
         else:
-            yield from self._values.value(source, call, _ignore)
+            yield from self._values.value(source, call, drop)
         seen.report()
 
     def _arguments(self, source: Source, call: Call, seen: _Members) -> Step[None]:
@@ -255,16 +235,3 @@ class _Members:
             raise Malformed
         if self.arguments is None:
             report(self._call, "null", self.name)
-
-
-def decoded_string(text: str) -> str | None:
-    """The value of a JSON string, or None."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _ignore(text: str) -> None:
-    """Members of the call object that mean nothing to us."""

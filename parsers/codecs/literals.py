@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from parsers.codecs.call import NAME_LIMIT, Call, Fence, Malformed, Single, declared
-from parsers.codecs.json_text import JsonCallReader, decoded_string
-from parsers.codecs.strings import QuotedString
+from parsers.codecs.json_text import JsonCallReader
+from parsers.codecs.strings import Strings
 from parsers.format import JsonCall, Literals, PythonCalls
 from parsers.schema import NESTING, is_json, json_of, quoted
 from parsers.source import Cut, Emit, Source, Step, Stops
@@ -63,13 +64,12 @@ class _Output:
 class LiteralValues:
     """Reads values. ``strings`` are its quotes, longest first; ``bare`` says whether text without quotes is text."""
 
-    def __init__(self, fence: Fence, strings: Mapping[str, QuotedString], plain: frozenset[str], bare: bool) -> None:
+    def __init__(self, fence: Fence, strings: Mapping[str, Strings], plain: frozenset[str], bare: bool) -> None:
         self._strings, self._bare = strings, bare
         self._plain = plain
         """Quotes that are a deviation."""
-        outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
-        self._keys = {assign: Stops(assign, *outer) for assign in (":", "=")}
-        self._text = Stops(",", "}", "]", ")", *outer)
+        self._keys = {assign: Stops(assign, *fence.outer) for assign in (":", "=")}
+        self._text = Stops(",", "}", "]", ")", *fence.outer)
         self._value_starts = (*strings, *_WORDS, "[", "{", "(", "-", *"0123456789")
 
     def members(self, source: Source, call: Call, closer: str, assign: str) -> Step[None]:
@@ -136,12 +136,11 @@ class LiteralValues:
     def _key(self, source: Source, call: Call, frame: _Frame) -> Step[str]:
         quote = yield from self._quote(source)
         if quote:
-            parts: list[str] = []
-            yield from self._strings[quote].body(source, call, parts.append)
+            key = yield from self._strings[quote].decoded(source, call)
             yield from source.space()
             if not (yield from source.literal(frame.assign)):
                 raise Malformed
-            return _decoded(parts)
+            return key
         key, stop = yield from source.take(self._keys[frame.assign], NAME_LIMIT)
         while stop == ":" and self._bare and not (yield from self._value_follows(source)):
             more, stop = yield from source.take(self._keys[frame.assign], NAME_LIMIT)
@@ -181,14 +180,11 @@ class LiteralValues:
             call.tolerate("plain_quotes")
         types = output.types
         if self._bare or not types or "string" in types:
-            output.put('"')
-            yield from self._strings[quote].body(source, call, output.put)
-            output.put('"')
+            yield from self._strings[quote].read(source, call, output.put)
             return
-        parts: list[str] = []
-        yield from self._strings[quote].body(source, call, parts.append)
+        text = yield from self._strings[quote].decoded(source, call)
         call.tolerate("quoted_value")
-        output.put(json_of(_decoded(parts), types)[0])
+        output.put(json_of(text, types)[0])
 
     def _word(self, source: Source, call: Call) -> Step[str]:
         """A number or a constant as JSON; other text where that is a string."""
@@ -210,13 +206,6 @@ class LiteralValues:
         return quoted(call.text_of(word + text).strip())
 
 
-def _decoded(parts: list[str]) -> str:
-    text = decoded_string('"' + "".join(parts) + '"')
-    if text is None:
-        raise Malformed
-    return text
-
-
 def _number(word: str) -> str | None:
     """A number as JSON; Python's other spellings are read."""
     if is_json(word):
@@ -235,15 +224,12 @@ class LiteralsReader(Single):
     """Reads ``Literals`` arguments. ``spelled`` is the quote in ordinary characters."""
 
     def __init__(self, codec: Literals, fence: Fence, spelled: str) -> None:
-        outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
-        strings = {codec.quote: QuotedString(codec.quote, fence.ends, escapes=False)}
+        strings = {codec.quote: Strings(codec.quote, fence.ends, "")}
         for quote in (spelled, '"', "'"):
-            if quote not in strings:
-                strings[quote] = QuotedString(
-                    quote, fence.ends, escapes=quote != spelled, closes_before=(*_GO_ON, *outer)
-                )
+            escapes: Literal["python", ""] = "" if quote == spelled else "python"
+            strings.setdefault(quote, Strings(quote, fence.ends, escapes, before=(*_GO_ON, *fence.outer)))
         self._values = LiteralValues(fence, strings, frozenset(strings) - {codec.quote}, bare=True)
-        self._behind = outer
+        self._behind = fence.outer
 
     def read(self, source: Source, call: Call) -> Step[str]:
         yield from source.space()
@@ -266,12 +252,10 @@ class PythonReader:
     def __init__(self, codec: PythonCalls, fence: Fence) -> None:
         self._many = codec.many
         before = tuple(text for text in (*_GO_ON, *fence.closes) if text)
-        quotes = ('"""', "'''", '"', "'")
-        strings = {quote: QuotedString(quote, fence.ends, escapes=True, closes_before=before) for quote in quotes}
+        strings = {quote: Strings(quote, fence.ends, "python", before) for quote in ('"""', "'''", '"', "'")}
         self._values = LiteralValues(fence, strings, frozenset(), bare=False)
         self._json = JsonCallReader(JsonCall(many=True), fence)
-        outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
-        self._name = Stops("(", "\n", ")", ",", "]", *outer)
+        self._name = Stops("(", "\n", ")", ",", "]", *fence.outer)
 
     def begin(self, source: Source) -> Step[None]:
         yield from self._json.begin(source)

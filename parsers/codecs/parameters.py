@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from parsers.codecs.call import Call, Interrupted, Malformed
+from parsers.codecs.call import Call, Malformed
 from parsers.schema import is_json_object, json_of, quoted, wire_json
+from parsers.source import Interrupted
 
 _MARKS = re.compile(r'\\.|["\n]', re.DOTALL)
 _WRAPPERS = ("arguments", "parameters")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from parsers.codecs.call import NAME_LIMIT, Call, Fence, Interrupted, Single
+from parsers.codecs.call import NAME_LIMIT, Call, Fence, Single
 from parsers.codecs.json_text import JsonReader
 from parsers.codecs.parameters import Parameters, Value
 from parsers.format import Tagged
@@ -47,7 +47,7 @@ class TaggedReader(Single):
         self._ends = fence.ends
         first, *self._opener_rest = [piece for piece in _TAG_EDGE.split(codec.open_end) if piece]
         self._stem = codec.open.removesuffix('"')
-        outer = tuple(text for text in (*fence.closes, *fence.opens, *fence.ends) if text)
+        outer = fence.outer
         quotes = ('"', "'", "") if codec.open.endswith('"') else ("",)
         self._openers = {quote: _opener(codec, first, quote, outer) for quote in quotes}
         self._type_stops = Stops(first, "\n", *outer)
@@ -106,11 +106,7 @@ class TaggedReader(Single):
             return instead
         value = parameters.value(key, kind, self._codec.typed, trims=self._codec.trim == "newline")
         while True:
-            stop = yield from source.until(self._value, value.put, hold_at_end=True)
-            if stop is None:
-                raise Cut
-            if stop in self._ends:
-                raise Interrupted(stop)
+            stop = yield from source.inside(self._value, value.put, self._ends)
             if (yield from self._really_ends(source, stop, call, value)):
                 break
             value.put(stop)

@@ -15,17 +15,20 @@ from parsers.format import Codec, Elements, Json, JsonCall, Literals, PythonCall
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]()\"'<>|]+")
 _UNESCAPED = re.compile(r"[^\\\x00-\x1f]*")
 _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
-_TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null", dict: "object", list: "array"}
+_TYPES = (("string", str), ("boolean", bool), ("number", int | float), ("object", Mapping), ("array", list | tuple))
 
 
 @dataclass(frozen=True)
 class Written:
-    """A call to write: its name and id, its arguments verbatim and decoded."""
+    """A call to write: its name and id, its arguments decoded and verbatim, where that counts, and its number in the
+    conversation, from 0, and in the message, from 1."""
 
     name: str
     id: str
-    json: str
     arguments: Mapping[str, object]
+    json: str = ""
+    number: int = 0
+    ordinal: int = 1
 
 
 def arguments_text(codec: Codec, call: Written) -> str:
@@ -37,7 +40,8 @@ def arguments_text(codec: Codec, call: Written) -> str:
             names = f'"{codec.names[0]}": {_json(call.name)}, "{codec.arguments[0]}": {call.json}'
             return "{" + names + (f', "{codec.id_key}": {_json(call.id)}' if codec.id_key else "") + "}"
         case Tagged():
-            return codec.between + "".join(_tagged(codec, *member) + codec.between for member in call.arguments.items())
+            found = [_tagged(codec, *member) + codec.between for member in call.arguments.items()]
+            return codec.between + "".join(found or [codec.empty])
         case Literals():
             ordered = sorted(call.arguments.items(), key=lambda member: member[0].lower())
             return _braces(f"{_literal_key(codec, key)}:{_literal(codec, value)}" for key, value in ordered)
@@ -61,7 +65,7 @@ def _tagged(codec: Tagged, key: str, value: object) -> str:
     if codec.typed == "string":
         kind = codec.key_end + ("true" if isinstance(value, str) else "false")
     elif codec.typed:
-        kind = codec.key_end + _TYPE_NAMES.get(type(value), "number")
+        kind = codec.key_end + next((name for name, types in _TYPES if isinstance(value, types)), "null")
     return f"{codec.open}{spelled(codec, key)}{kind}{codec.open_end}{edge}{text}{edge}{codec.close}"
 
 

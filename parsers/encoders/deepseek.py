@@ -17,19 +17,13 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from parsers.codecs.writers import Written
 from parsers.encoders import deepseek_texts as texts
-from parsers.encoders.message import (
-    Call,
-    Message,
-    calls_of,
-    content_of,
-    dumps,
-    in_order,
-    mapping_of,
-    reasoning_of,
-    specimen,
-)
+from parsers.encoders.message import Message, calls_of, content_of, in_order, reasoning_of, specimen
+from parsers.families import deepseek as families
+from parsers.format import Format
 from parsers.template import TemplateRefusal
+from parsers.write import calls_text
 
 _BEGIN = "<｜begin▁of▁sentence｜>"
 _END = "<｜end▁of▁sentence｜>"
@@ -39,46 +33,19 @@ _ASSISTANT = "<｜Assistant｜>"
 
 
 @dataclass(frozen=True)
-class _Dsml:
-    """``section`` is the name of the element around all calls; ``space`` stands behind the marker in every tag."""
-
-    section: str
-    space: str = ""
-
-    def tag(self, name: str) -> str:
-        return f"｜DSML｜{self.space}{name}"
-
-    def calls(self, calls: Sequence[Call]) -> str:
-        if not calls:
-            return ""
-        section = self.tag(self.section)
-        return "\n".join((f"\n\n<{section}>", *map(self._call, calls), f"</{section}>"))
-
-    def _call(self, call: Call) -> str:
-        tag = self.tag("invoke")
-        parameters = "\n".join(self._parameter(key, value) for key, value in mapping_of(call).items())
-        return f'<{tag} name="{call.name}">\n{parameters}\n</{tag}>'
-
-    def _parameter(self, key: str, value: object) -> str:
-        tag = self.tag("parameter")
-        kind, text = ("true", value) if isinstance(value, str) else ("false", dumps(value))
-        return f'<{tag} name="{key}" string="{kind}">{text}</{tag}>'
-
-
-@dataclass(frozen=True)
 class _Turn:
     """Messages that are one turn: outputs (and user texts, from V4 on) that follow each other. ``calls`` are those of
     the assistant turn before."""
 
     role: str
     messages: tuple[Message, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[Written, ...]
 
 
 def _turns(messages: Sequence[Message], roles: Mapping[str, str], joined: str) -> Iterator[_Turn]:
     """``roles``: of a turn, by that of its messages; turns of the role ``joined`` are put together. Raises
     TemplateRefusal where there can be no message of a role."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Written, ...] = ()
 
     def turn_of(numbered: tuple[int, Message]) -> tuple[str, int]:
         at, message = numbered
@@ -101,16 +68,18 @@ def _head(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message]]:
     return None, messages
 
 
-def _assistant(dsml: _Dsml, message: Message, thinks: bool) -> str:
+def _assistant(family: Format, message: Message, thinks: bool) -> str:
     """An assistant turn without its header."""
     thinking = f"<think>{reasoning_of(message)}</think>" if thinks else "</think>"
-    return f"{thinking}{content_of(message)}{dsml.calls(calls_of(message))}{_END}"
+    calls = calls_of(message)
+    written = calls_text(family.call, calls, behind_text=True) if calls else ""
+    return f"{thinking}{content_of(message)}{written}{_END}"
 
 
 class DeepseekV32:
     """Variables: ``thinking``."""
 
-    _dsml = _Dsml("function_calls")
+    _family = families.V32
     _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "tool", "system": "system"}
 
     @cached_property
@@ -122,7 +91,7 @@ class DeepseekV32:
         system, messages = _head(messages)
         turns = list(_turns(messages, self._roles, joined="tool"))
         last = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
-        parts = [_BEGIN, system or "", texts.tools_v32(self._dsml.tag, self._dsml.section, tools)]
+        parts = [_BEGIN, system or "", texts.declared(texts.V32, self._family.call, tools)]
         header = _ASSISTANT
         for at, turn in enumerate(turns):
             match turn.role:
@@ -131,7 +100,7 @@ class DeepseekV32:
                 case "tool":
                     parts.append(self._outputs(turn))
                 case "assistant":
-                    parts.append(header + _assistant(self._dsml, turn.messages[0], thinking and at > last))
+                    parts.append(header + _assistant(self._family, turn.messages[0], thinking and at > last))
             header = "\n\n" if turn.role == "tool" else _ASSISTANT
         return "".join((*parts, header, "<think>" if thinking else "</think>"))
 
@@ -143,7 +112,7 @@ class DeepseekV32:
 class DeepseekV4:
     """Variables: ``thinking``, ``reasoning_effort`` ("low", "high", "max") and ``drop_thinking``."""
 
-    _dsml = _Dsml("tool_calls")
+    _family = families.V4
     _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "user", "system": "user"}
 
     @cached_property
@@ -157,12 +126,12 @@ class DeepseekV4:
         keeps = bool(tools) or variables.get("drop_thinking") is False
         last = -1 if keeps else max((at for at, turn in enumerate(turns) if self._asks(turn)), default=-1)
         effort = self._effort(variables.get("reasoning_effort")) if thinking else ""
-        declared = texts.tools_v4(self._dsml.tag, self._dsml.section, tools)
+        declared = texts.declared(texts.V4, self._family.call, tools)
         parts = [_BEGIN, self._first(system, effort, declared)]
         for at, turn in enumerate(turns):
             match turn.role:
                 case "assistant":
-                    parts.append(_ASSISTANT + _assistant(self._dsml, turn.messages[0], thinking and at > last))
+                    parts.append(_ASSISTANT + _assistant(self._family, turn.messages[0], thinking and at > last))
                 case "system":
                     parts.append(_SYSTEM + content_of(turn.messages[0]))
                 case "user":
@@ -200,7 +169,7 @@ class DeepseekV41(DeepseekV4):
     """Variables: ``thinking``, ``reasoning_effort`` (1 to 100) and ``drop_thinking``. System messages may stand
     anywhere."""
 
-    _dsml = _Dsml("calls", " ")
+    _family = families.V41
     _roles: Mapping[str, str] = {"user": "user", "assistant": "assistant", "tool": "user", "system": "system"}
 
     def _asks(self, turn: _Turn) -> bool:

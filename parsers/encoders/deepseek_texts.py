@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 
-from parsers.encoders.message import Message, dumps
+from parsers.encoders.message import Message
+from parsers.format import Call
 
-_V32 = """## Tools
+V32 = """## Tools
 
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<{section}>" block like the following as part of your reply to the user:
@@ -43,7 +45,7 @@ Here are the functions available in JSONSchema format:
 </functions>
 """
 
-_V4 = """## Tools
+V4 = """## Tools
 
 You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "<{section}>" \
 block like the following:
@@ -96,17 +98,11 @@ EFFORT_V41 = "Reasoning Effort: {} (range 1-100, the higher the value, the more 
 USUAL_EFFORT_V41 = 75
 
 
-def tools_v32(tag: Callable[[str], str], section: str, tools: Sequence[Message]) -> str:
-    return _declared(_V32, tag, section, tools)
-
-
-def tools_v4(tag: Callable[[str], str], section: str, tools: Sequence[Message]) -> str:
-    return _declared(_V4, tag, section, tools)
-
-
-def _declared(text: str, tag: Callable[[str], str], section: str, tools: Sequence[Message]) -> str:
+def declared(text: str, call: Call, tools: Sequence[Message]) -> str:
     """What stands behind the system text; nothing without tools."""
     if not tools:
         return ""
-    lines = "\n".join(dumps(tool["function"]) for tool in tools)
-    return "\n\n" + text.format(section=tag(section), invoke=tag("invoke"), parameter=tag("parameter"), tools=lines)
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    section, invoke = call.section.open.strip("<>") if call.section else "", call.open.strip("<")
+    parameter = invoke.replace("invoke", "parameter")
+    return "\n\n" + text.format(section=section, invoke=invoke, parameter=parameter, tools=lines)

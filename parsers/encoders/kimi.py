@@ -13,17 +13,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from parsers.encoders.message import (
-    Call,
-    Message,
-    calls_of,
-    content_of,
-    dumps,
-    in_order,
-    reasoning_of,
-    specimen,
-)
+from parsers.codecs.writers import Written, spelled
+from parsers.encoders.message import Message, calls_of, content_of, in_order, reasoning_of, specimen
+from parsers.families.kimi import K3
 from parsers.template import TemplateRefusal
+from parsers.write import calls_text
 
 _EFFORTS = ("low", "high", "max")
 _EFFORT = (
@@ -52,7 +46,7 @@ class KimiK3:
             parts.append(_message(_TOOLS.replace("{}", declared), role="system", type="tool-declare"))
         if thinking:
             parts.append(_message(_EFFORT.format(effort), role="system", type="thinking-effort"))
-        calls: list[Call] = []
+        calls: list[Written] = []
         for role, group in groupby(messages, lambda message: message["role"]):
             if role == "tool":
                 parts.extend(_outputs(list(group), calls))
@@ -66,9 +60,7 @@ class KimiK3:
 
 
 def _open(tag: str, **attributes: object) -> str:
-    written = (
-        f' {key}="{str(value).replace("&", "&amp;").replace(chr(34), "&quot;")}"' for key, value in attributes.items()
-    )
+    written = (f' {key}="{spelled(K3.call.codec, str(value))}"' for key, value in attributes.items())
     return f"<|open|>{tag}{''.join(written)}<|sep|>"
 
 
@@ -80,40 +72,14 @@ def _message(body: str, **attributes: object) -> str:
     return _element("message", body, **attributes) + "<|end_of_msg|>"
 
 
-def _assistant(message: Message, calls: Sequence[Call], thinking: bool) -> str:
+def _assistant(message: Message, calls: Sequence[Written], thinking: bool) -> str:
     reasoning = reasoning_of(message)
     channel = _element("think", reasoning if reasoning.strip() else "") if thinking else ""
-    written = "".join(
-        _element("call", _arguments(call), tool=call.name, index=number) for number, call in enumerate(calls, 1)
-    )
-    return channel + _element("response", content_of(message)) + (_element("tools", written) if calls else "")
+    written = calls_text(K3.call, calls, behind_text=True) if calls else ""
+    return channel + _element("response", content_of(message)) + written
 
 
-def _arguments(call: Call) -> str:
-    if call.arguments is None:
-        return _element("json", call.text, type="object") if call.text.strip() else ""
-    return "".join(
-        _element("argument", value if isinstance(value, str) else dumps(value), key=key, type=_type(value))
-        for key, value in call.arguments.items()
-    )
-
-
-def _type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case Mapping():
-            return "object"
-    return "array"
-
-
-def _outputs(outputs: Sequence[Message], calls: Sequence[Call]) -> Iterator[str]:
+def _outputs(outputs: Sequence[Message], calls: Sequence[Written]) -> Iterator[str]:
     """The calls' order only counts when every output has its call; the number of an output is its place."""
     names = {call.id: call.name for call in reversed(calls)}
     known = all(output.get("tool_call_id") in names for output in outputs)

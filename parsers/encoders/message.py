@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from parsers.codecs.writers import Written
 from parsers.template import TemplateRefusal
 
 Message = Mapping[str, Any]
@@ -23,15 +22,6 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Call:
-    id: str
-    name: str
-    arguments: Mapping[str, Any] | None
-    text: str
-    """The arguments as they came, where they are no JSON object; ``arguments`` is None then."""
-
-
 def content_of(message: Message) -> str:
     return message.get("content") or ""
 
@@ -40,36 +30,21 @@ def reasoning_of(message: Message) -> str:
     return message.get("reasoning_content") or ""
 
 
-def calls_of(message: Message) -> list[Call]:
-    return [_call(call.get("id", ""), call["function"]) for call in message.get("tool_calls") or ()]
+def calls_of(message: Message) -> list[Written]:
+    """Raises TemplateRefusal where arguments are no object."""
+    found = []
+    for ordinal, call in enumerate(message.get("tool_calls") or (), 1):
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+        if not isinstance(arguments, Mapping):
+            raise TemplateRefusal(f"the arguments of a call of {name} are no object")
+        found.append(Written(name, call.get("id", ""), arguments, ordinal=ordinal))
+    return found
 
 
-def _call(identity: str, function: Message) -> Call:
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, Mapping):
-        return Call(identity, function["name"], arguments, "")
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        value = None
-    return Call(identity, function["name"], value if isinstance(value, dict) else None, arguments)
-
-
-def mapping_of(call: Call) -> Mapping[str, Any]:
-    """Raises TemplateRefusal where the arguments are no JSON object."""
-    if call.arguments is None:
-        raise TemplateRefusal(f"the arguments of a call of {call.name} are no JSON object")
-    return call.arguments
-
-
-def in_order(outputs: Iterable[Message], calls: Sequence[Call]) -> list[Message]:
+def in_order(outputs: Iterable[Message], calls: Sequence[Written]) -> list[Message]:
     """Outputs in the order of their calls; an output of no known call stays before those of later calls."""
     order = {call.id: at for at, call in reversed(list(enumerate(calls)))}
     return sorted(outputs, key=lambda output: order.get(output.get("tool_call_id", ""), 0))
-
-
-def dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 SPECIMEN: tuple[Message, ...] = (

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from parsers.format import Call, Format, Json, Pair, Result, Switches, Tagged, Think, ToolsText, Turns, by_level
 
-_BOS = "<｜begin▁of▁sentence｜>"
 _TURNS = Turns(
     system=Pair("", ""),
     user=Pair("<｜User｜>", ""),
@@ -78,6 +77,7 @@ def _dsml(section: str, space: str) -> Call:
             close=f"</{mark}parameter>",
             trim="none",
             typed="string",
+            empty="\n",
         ),
         header=' name="{name}">\n',
         section=Pair(f"<{mark}{section}>", f"</{mark}{section}>"),

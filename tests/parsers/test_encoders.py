@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsers.conversation import Text, Thinking, ToolCall
+from parsers.conversation import Block, Text, Thinking, ToolCall
 from parsers.encoders.registry import ENCODERS
 from parsers.families.registry import FORMATS
 from parsers.template import TemplateRefusal
+from parsers.write import assistant_text
 from tests.parsers.parsed import ANY_TEXT, JSON
 from tests.parsers.wire_support import machine
 
@@ -345,17 +346,11 @@ def test_every_format_with_an_encoder_has_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_as_text_are_read_once(name: str) -> None:
-    mapped = [user("Hi"), assistant("", "", a={"n": 1})]
+def test_arguments_are_handed_over_decoded(name: str) -> None:
     spelled = [user("Hi"), assistant("", "", a={"n": 1})]
     spelled[1]["tool_calls"][0]["function"]["arguments"] = '{"n":  1}'
-    assert render(name, spelled) == render(name, mapped)
-    spelled[1]["tool_calls"][0]["function"]["arguments"] = "[1"
-    if name == "kimi_k3":
-        assert '<|open|>json type="object"<|sep|>[1<|close|>json<|sep|>' in render(name, spelled)
-    else:
-        with pytest.raises(TemplateRefusal, match="read"):
-            render(name, spelled)
+    with pytest.raises(TemplateRefusal, match="read"):
+        render(name, spelled)
 
 
 NAMED = st.dictionaries(st.from_regex(r"[\w.-]{1,6}", fullmatch=True), JSON, max_size=2)
@@ -394,6 +389,10 @@ def test_what_is_written_is_read_back(name: str, step: tuple[str, str, dict[str,
     before = render(name, [user("u")], [READ])
     rest = render(name, [user("u"), turn], [READ]).removeprefix(before)
     end = machine(name).format.ends[0]
+    called = [ToolCall(f"c{n}", "read", json.dumps(arguments)) for n in range(calls)]
+    said_by_format: list[Block] = [Thinking(thought), *([Text(text)] if text or not calls else []), *called]
+    written = assistant_text(machine(name).format, guard, said_by_format, "open")
+    assert rest.startswith(written) or (name == "kimi_k3" and not (text and thought.strip()))
     parsed = machine(name).say(rest[: rest.index(end) + len(end)], thinking_open=True)
     assert parsed.tolerated == []
     blocks = parsed.blocks()
