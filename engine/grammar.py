@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from engine.api import Sampling
 
-Mask = NDArray[np.bool_]
+Mask = NDArray[np.uint32]
+"""Which tokens may come next: bit ``i % 32`` of word ``i // 32`` for token ``i``, and none beyond the last token."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """No token is chosen for the model, not even where the grammar leaves only one text."""
@@ -136,7 +137,9 @@ class Guide:
     """Leads one answer through its grammar. Stop tokens are allowed where it may end."""
 
     def __init__(self, matcher: Future[Any], stop_tokens: list[int], masking: ThreadPoolExecutor, size: int) -> None:
-        self._matcher, self._stop_tokens, self._masking, self._size = matcher, stop_tokens, masking, size
+        self._matcher, self._masking, self._size = matcher, masking, size
+        self._stops = packed(stop_tokens, size)
+        self._all = packed(range(size), size)
         self._mask: Future[Mask] | None = None
 
     @property
@@ -145,8 +148,8 @@ class Guide:
         return self._matcher.done()
 
     def wait(self) -> None:
-        """For the grammar, a moment at most."""
-        wait([self._matcher], _MOMENT)
+        """For the grammar, or the mask of the next token, a moment at most."""
+        wait([self._mask or self._matcher], _MOMENT)
 
     @property
     def failure(self) -> str:
@@ -154,11 +157,16 @@ class Guide:
         error = self._matcher.exception() if self._matcher.done() else None
         return "" if error is None else str(error) or type(error).__name__
 
-    def allowed(self) -> Mask:
-        """Which tokens may come next, by id. Raises GrammarError."""
+    def mask(self) -> Future[Mask]:
+        """Of the next token; it is being made. Its result raises GrammarError."""
         if self._mask is None:
             self._mask = self._masking.submit(self._allowed, self._matcher.result())
-        return self._mask.result()
+        return self._mask
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which tokens may come next, by id. Raises GrammarError."""
+        bits = self.mask().result().view(np.uint8)
+        return np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
 
     def advance(self, token: int) -> None:
         """``token`` was sampled."""
@@ -170,13 +178,17 @@ class Guide:
         return self._allowed(matcher)
 
     def _allowed(self, matcher: Any) -> Mask:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(self._all)] & self._all
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed: {_plain(matcher.get_error())}")
-        allowed = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
-        if matcher.is_accepting():
-            allowed[self._stop_tokens] = True
-        return allowed
+        return mask | self._stops if matcher.is_accepting() else mask
+
+
+def packed(tokens: Sequence[int], size: int) -> Mask:
+    """That allows these of ``size`` tokens."""
+    allowed = np.zeros(-(-size // 32) * 32, np.bool_)
+    allowed[np.asarray(tokens, np.int64)] = True
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 def _plain(error: str) -> str:

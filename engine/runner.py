@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.grammar import Mask
 from engine.inplace import InPlace
 from engine.layers.ops import CPU, Batch, Ops
 from engine.memory.mover import Mover
@@ -22,7 +24,8 @@ from engine.sampling import Row
 class Rows:
     """Tokens of one sequence to feed, at ``position`` and on. ``table``: its pages. ``slot``: its state.
     ``snapshots``: (after how many of these tokens, into which slot) the recurrent state is to be copied.
-    ``temperature``: what for, if the ``logits`` are wanted."""
+    ``temperature``: what for, if the ``logits`` are wanted; ``mask``: of the token drawn from them, if only what it
+    allows is wanted."""
 
     tokens: Sequence[int]
     position: int
@@ -31,6 +34,7 @@ class Rows:
     snapshots: Sequence[tuple[int, int]] = ()
     logits: bool = False
     temperature: float = 1.0
+    mask: Future[Mask] | None = None
 
 
 class Runner:

@@ -4,14 +4,15 @@ Order: penalties, bias, grammar, temperature, top-k, top-p, min-p, then one unif
 Ties go to the lower token id. Whatever numbers a request brings, scores are numbers and at least one token can be
 drawn; what a grammar rules out never is.
 
-A device hands over the best of a row alone. Where the others could change what is drawn, the whole row is fetched; else
-the token is the same one.
+A device hands over the best of a row alone, of what a grammar allows if its mask was there in time. Where the others
+could change what is drawn, the whole row is fetched; else the token is the same one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +39,8 @@ _HOTTEST = 1e3
 class Best:
     """A row of logits whose best are here and whose others are not. ``ids`` int64 [n] and ``scores`` float64 [n];
     no other token scores above ``floor``. ``highest`` of the row, NaN if any score is; ``mass``: the sum over the whole
-    row of exp((score - highest) / temperature). ``whole`` fetches all logits, while no other step was begun."""
+    row of exp((score - highest of these) / temperature). ``masked``: what a grammar rules out scored -inf; else only
+    ``highest`` knows of it. ``whole`` fetches all logits, while no other step was begun."""
 
     ids: NDArray[np.int64]
     scores: Floats
@@ -46,6 +48,7 @@ class Best:
     highest: float
     mass: float
     temperature: float
+    masked: bool
     whole: Callable[[], Logits]
 
 
@@ -131,6 +134,16 @@ class Sampler:
         return self._sampling.temperature if self._sampling.temperature > 0.0 and not self._scored else 1.0
 
     @property
+    def mask(self) -> Future[Mask] | None:
+        """Within which the best of a row are wanted; None: within all of it, which log probabilities are of."""
+        return None if self._guide is None or self._scored else self._guide.mask()
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is to be waited for, once there are scores."""
+        return self._guide is None or self._guide.mask().done()
+
+    @property
     def _scored(self) -> bool:
         return self._sampling.logprobs is not None
 
@@ -157,31 +170,33 @@ class Sampler:
             self._guide.advance(token)
 
     def _draw(self, row: Row, position: int) -> int:
-        allowed = None
+        mask = None
         if self._guide is not None:
-            allowed = self._guide.allowed()
-            if not allowed.any():
+            mask = self._guide.mask().result()
+            if not mask.any():
                 raise GrammarError("the grammar is complete, and the request has no stop token")
         if isinstance(row, Best):
-            token = self._draw_of_best(row, position, allowed)
+            token = self._draw_of_best(row, position, None if row.masked else mask)
             if token is not None:
                 return token
         scores = self._adjust(whole(row).astype(np.float64))
-        if allowed is not None:
-            scores[~allowed] = -np.inf
+        if self._guide is not None:
+            scores[~self._guide.allowed()] = -np.inf
         if self._sampling.temperature <= 0.0:
             return int(np.argmax(scores))
         return self._choose(*candidates(scores / self._divisor, self._sampling), position)
 
-    def _draw_of_best(self, best: Best, position: int, allowed: Mask | None) -> int | None:
-        """As ``_draw`` would from the whole row; None where that takes the others."""
-        if self._raises or self._sampling.temperature > _HOTTEST:
+    def _draw_of_best(self, best: Best, position: int, mask: Mask | None) -> int | None:
+        """As ``_draw`` would from the whole row; None where that takes the others. ``mask``: one that they were not
+        found within."""
+        if (self._raises and best.floor > -np.inf) or self._sampling.temperature > _HOTTEST:
             return None
         scores = self._adjust(best.scores.copy(), best.ids)
         sure = scores > best.floor
-        if allowed is not None:
-            sure &= allowed[best.ids]
         ids, scores = best.ids[sure], scores[sure]
+        if mask is not None:
+            allowed = (mask[ids >> 5] >> (ids & 31).astype(np.uint32)) & 1 != 0
+            ids, scores = ids[allowed], scores[allowed]
         if not len(ids):
             return None
         order = np.lexsort((ids, -scores))
@@ -189,22 +204,27 @@ class Sampler:
         if self._sampling.temperature <= 0.0:
             return int(ids[0])
         scores /= self._divisor
-        sampling = self._within_best(best, scores, alone=allowed is None and not self._adjusts)
+        sampling = self._within_best(best, scores, alone=mask is None and not self._adjusts)
         if sampling is None:
             return None
+        if _keeps_all(sampling):
+            order = np.argsort(ids)
+            ids, scores = ids[order], scores[order]
         places, probabilities = candidates(scores, sampling)
         return self._choose(ids[places], probabilities, position)
 
     def _within_best(self, best: Best, scores: Floats, *, alone: bool) -> Sampling | None:
         """The same filters for these scores alone, descending and divided by the temperature; None where they would let
         others through. ``alone``: all tokens are still as the model scored them."""
-        sampling, covered, all_here = self._sampling, np.exp(scores - scores[0]).sum(), best.floor == -np.inf
+        sampling = self._sampling
+        if best.floor == -np.inf or _keeps_all(sampling):
+            return sampling if best.floor == -np.inf else None
         if sampling.top_k:
-            return sampling if len(scores) >= sampling.top_k or all_here else None
+            return sampling if len(scores) >= sampling.top_k else None
         if sampling.top_p < 1.0:
             if not alone or best.temperature != sampling.temperature:
                 return None
-            mass = sampling.top_p * best.mass / float(covered)
+            mass = sampling.top_p * best.mass / float(np.exp(scores - scores[0]).sum())
             return replace(sampling, top_p=mass) if mass < 1.0 else None
         others = math.exp(best.floor / self._divisor - scores[0])
         return sampling if others < sampling.min_p else None
@@ -244,7 +264,7 @@ def candidates(scores: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], F
     Sorted by descending probability, except that with no filter at all they stay in the order of their ids."""
     probabilities = np.exp(scores - scores.max())
     probabilities /= probabilities.sum()
-    if not sampling.top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
+    if _keeps_all(sampling):
         return np.arange(len(scores)), probabilities
     ids = _top(probabilities, sampling.top_k or len(scores), sampling.top_p)
     kept = probabilities[ids]
@@ -257,6 +277,10 @@ def candidates(scores: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], F
     if sampling.min_p > 0.0:
         ids = ids[kept >= sampling.min_p * kept[0]]
     return ids, probabilities[ids]
+
+
+def _keeps_all(sampling: Sampling) -> bool:
+    return not sampling.top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0
 
 
 def _finite(sampling: Sampling) -> Sampling:

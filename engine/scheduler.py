@@ -304,22 +304,23 @@ class Scheduler:
         sequence.unused = 0
 
     def _wait_for_reads(self) -> None:
-        """Nothing can be computed before more was read, or a grammar is there."""
+        """Nothing can be computed before more was read, or a grammar or its next mask is there."""
+        for sequence in (*self._running, *self._waiting):
+            if sequence.guide is not None and (sequence.late or not sequence.guide.ready):
+                return sequence.guide.wait()
         for lease in (*(one.leased for one in self._restoring), *self.memory.draining):
             if lease.restore is not None:
                 lease.restore.wait()
                 return
-        for sequence in self._waiting:
-            if sequence.guide is not None and not sequence.guide.ready:
-                return sequence.guide.wait()
 
     # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _forward(self) -> bool:
-        """False if no sequence could be fed."""
+        """False if no sequence could be fed, and no token drawn."""
+        drawn = self._sample_late()
         shares = self._share_rows()
         if not shares:
-            return False
+            return drawn
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         start = time.perf_counter()
@@ -377,10 +378,11 @@ class Scheduler:
     def _share_rows(self) -> list[tuple[Sequence, int]]:
         """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk. Where pages
         run out, the youngest gives way."""
-        filling = sum(not one.decoding for one in self._running)
-        budget = max(self._chunk - (len(self._running) - filling), filling)
+        feeding = [one for one in self._running if one.remaining]
+        filling = sum(not one.decoding for one in feeding)
+        budget = max(self._chunk - (len(feeding) - filling), filling)
         shares: list[tuple[Sequence, int]] = []
-        for sequence in list(self._running):
+        for sequence in feeding:
             if sequence not in self._running:
                 continue
             count = 1
@@ -422,7 +424,17 @@ class Scheduler:
                 sequence.kept.add(position)
         return taken
 
+    def _sample_late(self) -> bool:
+        """Draw the tokens whose masks came after their scores, which no other sequence waited for."""
+        late = [one for one in self._running if one.late and one.sampler.ready]
+        for sequence in late:
+            self._sample(sequence, sequence.late.pop())
+        return bool(late)
+
     def _sample(self, sequence: Sequence, row: Row) -> None:
+        if not sequence.sampler.ready:
+            sequence.late.append(whole(row))
+            return
         if not sequence.prefilled:
             sequence.prefilled = time.monotonic()
         request, position = sequence.request, len(sequence.tokens)
@@ -483,6 +495,7 @@ class Scheduler:
             return
         for slot in sequence.begun.values():
             self.memory.give_back(slot)
+        sequence.late.clear()
         sequence.begun.clear()
         sequence.wanted.clear()
         tip = AHEAD if sequence.request.background else TIP

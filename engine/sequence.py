@@ -12,7 +12,7 @@ from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
 from engine.runner import Rows
-from engine.sampling import Sampler
+from engine.sampling import Logits, Sampler
 
 TIP = Want("tip", 60.0, tip=True)
 """Where a turn ended: the next turn most likely goes on here."""
@@ -52,6 +52,8 @@ class Sequence:
     begun: dict[int, int] = field(default_factory=dict)
     waits: tuple[Sequence, int] | None = None
     refused: int = -1
+    late: list[Logits] = field(default_factory=list)
+    """Scores of its next token, while that has no mask yet."""
     kept: set[int] = field(default_factory=set)
     """Positions at which checkpoints were kept."""
     started: float = 0.0
@@ -95,7 +97,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens not yet fed; 1 while decoding."""
+        """Tokens not yet fed; 1 while decoding, 0 while the mask of the next one is waited for."""
         return len(self.tokens) - self.fed
 
     @property
@@ -114,8 +116,9 @@ class Sequence:
         """The next ``count`` tokens to feed."""
         lease, fed = self.leased, self.fed
         snapshots = [(position - fed, slot) for position, slot, _ in taken]
-        tokens, last = self.tokens[fed : fed + count], count == self.remaining
-        return Rows(tokens, fed, lease.table, lease.slot, snapshots, last, self.sampler.temperature)
+        tokens, last, sampler = self.tokens[fed : fed + count], count == self.remaining, self.sampler
+        mask = sampler.mask if last else None
+        return Rows(tokens, fed, lease.table, lease.slot, snapshots, last, sampler.temperature, mask)
 
     def place(self, plan: Plan, grid: int) -> None:
         """It goes on at the plan's position: choose what to keep in prefill."""

@@ -1,7 +1,8 @@
-"""A decode step as one CUDA graph for each number of sequences.
+"""A decode step as two CUDA graphs for each number of sequences: its scores, and what is made of them.
 
 All that changes from step to step lies in one static buffer, which is copied to the device as one piece; the graph
-reads it there. Without a GPU the same step runs at once, over the same buffers.
+reads it there. Between the two there may be work that waits for the host. Without a GPU the same step runs at once,
+over the same buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.models.model import Cache, Model
 from engine.runner import Rows
 
 Finish = Callable[[Tensor, Tensor], Tensor]
-"""What a step makes of its logits [rows, vocab] for temperatures [rows], inside the graph."""
+"""What a step makes of its logits [rows, vocab] for temperatures [rows], inside the second graph."""
 
 _WARM_UPS = 2
 
@@ -76,11 +77,11 @@ def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Ten
 
 @dataclass
 class Step:
-    """``graph`` is None where the step runs at once. ``out``: what ``finish`` made, on the host. ``logits``: on the
+    """``graphs`` is None where the step runs at once. ``out``: what ``finish`` made, on the host. ``logits``: on the
     device, until the next step of any number of sequences."""
 
     inputs: Inputs
-    graph: torch.cuda.CUDAGraph | None
+    graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None
     out: Tensor
     logits: Tensor
 
@@ -106,16 +107,29 @@ class DecodeSteps:
         self.launch(parts)
         return self.wait(len(parts))
 
-    @torch.inference_mode()
     def launch(self, parts: Sequence[Rows]) -> Step:
         """Begin a step; the one before has ended."""
+        step = self.score(parts)
+        self.finish(step)
+        return step
+
+    @torch.inference_mode()
+    def score(self, parts: Sequence[Rows]) -> Step:
+        """Begin a step, and leave what is made of its scores to ``finish``."""
         step = self.prepare(len(parts))
         step.inputs.fill(parts)
-        if step.graph is None:
-            step.out, step.logits = self._forward(step.inputs)
+        if step.graphs is None:
+            step.logits = self._model.forward(step.inputs.batch, self._cache)
         else:
-            step.graph.replay()
+            step.graphs[0].replay()
         return step
+
+    @torch.inference_mode()
+    def finish(self, step: Step) -> None:
+        if step.graphs is None:
+            step.out = self._finish(step.logits, step.inputs.temperatures)
+        else:
+            step.graphs[1].replay()
 
     def wait(self, rows: int) -> Tensor:
         """The result of the step of so many sequences that was launched last."""
@@ -137,16 +151,13 @@ class DecodeSteps:
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)
         for _ in range(_WARM_UPS):
-            out, _ = self._forward(inputs)
+            out = self._finish(self._model.forward(inputs.batch, self._cache), inputs.temperatures)
         torch.cuda.synchronize(self._device)
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        graph = torch.cuda.CUDAGraph()
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            out, logits = self._forward(inputs)
-            host.copy_(out, non_blocking=True)
-        return Step(inputs, graph, host, logits)
-
-    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        logits = self._model.forward(inputs.batch, self._cache)
-        return self._finish(logits, inputs.temperatures), logits
+        with torch.cuda.graph(graphs[0], pool=self._memory, capture_error_mode="thread_local"):
+            logits = self._model.forward(inputs.batch, self._cache)
+        with torch.cuda.graph(graphs[1], pool=self._memory, capture_error_mode="thread_local"):
+            host.copy_(self._finish(logits, inputs.temperatures), non_blocking=True)
+        return Step(inputs, graphs, host, logits)

@@ -1,4 +1,5 @@
-"""What of the scores comes back to the host: the best of each row, and what the others amount to."""
+"""What of the scores comes back to the host: the best of each row that its grammar allows, and what the others amount
+to."""
 
 from __future__ import annotations
 
@@ -9,22 +10,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.device.masks import Masks
 from engine.sampling import Best, Logits
 
 KEPT = 128
 """Of each row: more than the usual top-k, and nearly always more than the usual top-p needs."""
 
 
-def reduce(logits: Tensor, temperature: Tensor) -> Tensor:
-    """``logits`` float32 [rows, vocab], ``temperature`` float32 [rows] -> int32 [rows, 2 * kept + 2], as bits: the best
-    scores, their ids, the highest score (NaN if any is), the sum of exp((score - highest) / temperature)."""
-    scores, ids = logits.topk(min(KEPT, logits.shape[1]), dim=1)
+def reduce(logits: Tensor, temperatures: Tensor, masks: Masks) -> Tensor:
+    """``logits`` float32 [rows, vocab], ``temperatures`` float32 [rows], ``masks`` of these rows -> int32
+    [rows, 2 * kept + 2], as bits: the best scores, -inf for what is not allowed; their ids; the highest score of all,
+    NaN if any is; the sum of exp((score - best) / temperature) over what is allowed."""
+    if logits.is_cuda:
+        from engine.kernels.best import reduce as on_device
+
+        return on_device(logits, temperatures, masks.which, masks.words, KEPT)
+    return twin(logits, temperatures, masks.which, masks.words, KEPT)
+
+
+def twin(logits: Tensor, temperatures: Tensor, which: Tensor, words: Tensor, most: int) -> Tensor:
+    """Plain torch."""
+    rows, vocab = logits.shape
+    which = which[:rows].long()
+    bits = words[which, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    allowed = (bits.flatten(1)[:, :vocab] != 0) | (which < 0)[:, None]
+    scores, ids = torch.where(allowed, logits, -torch.inf).sort(dim=1, descending=True, stable=True)
     highest = logits.amax(dim=1, keepdim=True)
-    mass = ((logits - highest) / temperature[:, None]).exp().sum(dim=1, keepdim=True)
-    return torch.cat((scores.view(torch.int32), ids.int(), torch.cat((highest, mass), dim=1).view(torch.int32)), dim=1)
+    mass = ((scores - scores[:, :1]) / temperatures[:, None]).exp().sum(dim=1, keepdim=True)
+    kept = (scores[:, :most].view(torch.int32), ids[:, :most].int(), highest.view(torch.int32), mass.view(torch.int32))
+    return torch.cat(kept, dim=1)
 
 
-def best_of(reduced: Tensor, temperatures: Sequence[float], vocab: int, whole: Callable[[int], Logits]) -> list[Best]:
+def best_of(
+    reduced: Tensor, temperatures: Sequence[float], masked: Sequence[bool], vocab: int, whole: Callable[[int], Logits]
+) -> list[Best]:
     """``reduced`` as ``reduce`` gives it, on the host; copied. ``whole`` fetches the logits of a row."""
     numbers: npt.NDArray[np.int32] = reduced.numpy().copy()
     kept = numbers.shape[1] // 2 - 1
@@ -37,7 +56,8 @@ def best_of(reduced: Tensor, temperatures: Sequence[float], vocab: int, whole: C
             highest=float(others[row, 0]),
             mass=float(others[row, 1]),
             temperature=temperature,
+            masked=within,
             whole=lambda row=row: whole(row),  # type: ignore[misc]
         )
-        for row, temperature in enumerate(temperatures)
+        for row, (temperature, within) in enumerate(zip(temperatures, masked, strict=True))
     ]

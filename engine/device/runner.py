@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.device.graph import DecodeSteps
 from engine.device.hosted import Hosted
+from engine.device.masks import Masks, in_time
 from engine.device.reduce import best_of, reduce
 from engine.experts.offload import OffloadedExperts
 from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE
+from engine.grammar import Mask
 from engine.layers.ops import Ops
 from engine.memory.store import StateStore
 from engine.models.model import Cache, Model, Progress, Wait, all_there
@@ -24,7 +25,8 @@ _WARM_UP = 0, 1
 
 
 class DeviceRunner(Runner):
-    """A step of one token for each of up to ``most`` sequences is a graph; any other runs at once.
+    """A step of one token for each of up to ``most`` sequences is made of graphs; any other runs at once. Masks of
+    grammars are made while scores are computed; those that come later are left to the sampler.
 
     ``pages``: of the longest sequence. ``experts``: those that are not all on the device, if any. ``hosted``: where
     what leaves the device is kept, unless the processor addresses it there. A step whose experts
@@ -48,7 +50,8 @@ class DeviceRunner(Runner):
         self._hosted = hosted
         self._experts, self._pages, self._most = experts, pages, most
         self._steps = DecodeSteps(model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device)
-        self._fetched_rows = self._graphs = 0
+        self._masks = Masks(model.vocab_size, most, device)
+        self._fetched_rows = self._graphs = self._masked_rows = 0
         self._learns = False
 
     def prepare(self, progress: Progress) -> None:
@@ -63,30 +66,26 @@ class DeviceRunner(Runner):
             progress("decode steps", rows, self._most)
 
     def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
-        wanted = [part.temperature for part in parts if part.logits]
         decodes = wait is all_there and self._decodes(parts)
         try:
-            reduced, logits = self._replay(parts) if decodes else self._at_once(parts, wanted, wait)
+            reduced, masks, logits = self._replay(parts) if decodes else self._at_once(parts, wait)
         finally:
             if self._experts is not None:
                 self._experts.after_step()
         self._learns = decodes
-        return best_of(reduced, wanted, self.model.vocab_size, lambda row: self._fetch(logits, row))
-
-    def replay_seconds(self, count: int = 64) -> float:
-        """Of a step of one sequence, when the next is launched while it runs. For measuring: what sequences have on the
-        device may be lost."""
-        idle = [Rows((0,), 0, (_WARM_UP[0],), _WARM_UP[1], logits=True)]
-        start = time.perf_counter()
-        for _ in range(count):
-            self._steps.launch(idle)
-        self._steps.wait(1)
-        return (time.perf_counter() - start) / count
+        temperatures = [part.temperature for part in parts if part.logits]
+        masked = [mask is not None for mask in masks]
+        self._masked_rows += sum(masked)
+        return best_of(reduced, temperatures, masked, self.model.vocab_size, lambda row: self._fetch(logits, row))
 
     def gauges(self) -> dict[str, float]:
         """``experts_*`` count parts of experts since the start. ``layers_*``: what the layers' misses are split into
         now; a mode that no layer has does not pay."""
-        gauges = {"graph_steps": float(self._graphs), "fetched_rows": float(self._fetched_rows)}
+        gauges = {
+            "graph_steps": float(self._graphs),
+            "fetched_rows": float(self._fetched_rows),
+            "masked_rows": float(self._masked_rows),
+        }
         if self._experts is None:
             return gauges
         residency = self._experts.residency
@@ -124,26 +123,45 @@ class DeviceRunner(Runner):
             for part in parts
         )
 
-    def _replay(self, parts: Sequence[Rows]) -> tuple[Tensor, Tensor]:
-        step = self._steps.launch(parts)
+    def _replay(self, parts: Sequence[Rows]) -> tuple[Tensor, list[Mask | None], Tensor]:
+        """The best of each row, what they were found within, and all scores; the first on the host."""
+        step = self._steps.score(parts)
+        over = self._marked()
         if self._experts is not None and self._learns:
             self._experts.learn()  # from the step before, while this one runs
+        masks = in_time([part.mask for part in parts], over, alone=len(parts) == 1)
+        self._masks.copy(masks)
+        self._steps.finish(step)
         self._graphs += 1
-        return self._steps.wait(len(parts)), step.logits
+        return self._steps.wait(len(parts)), masks, step.logits
 
     @torch.inference_mode()
-    def _at_once(self, parts: Sequence[Rows], wanted: Sequence[float], wait: Wait) -> tuple[Tensor, Tensor]:
+    def _at_once(self, parts: Sequence[Rows], wait: Wait) -> tuple[Tensor, list[Mask | None], Tensor]:
+        """As ``_replay``."""
         logits = self.forward(parts, wait)
-        reduced = self._finish(logits, torch.tensor(wanted, dtype=torch.float32, device=self.device)).cpu()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return reduced, logits
+        wanted = [part for part in parts if part.logits]
+        masks = in_time([part.mask for part in wanted], self._marked(), alone=len(parts) == 1)
+        temperatures = torch.tensor([part.temperature for part in wanted], dtype=torch.float32, device=self.device)
+        reduced = []
+        for first in range(0, max(1, len(wanted)), self._most):
+            some = slice(first, first + self._most)
+            self._masks.copy(masks[some])
+            reduced.append(self._finish(logits[some], temperatures[some]).cpu())
+        return torch.cat(reduced), masks, logits
+
+    def _marked(self) -> Callable[[], bool]:
+        """Says whether the device has done what it was given until now."""
+        if self.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.query
 
     def _finish(self, logits: Tensor, temperatures: Tensor) -> Tensor:
         """The last work of a step."""
         if self._experts is not None:
             self._experts.report()
-        return reduce(logits, temperatures)
+        return reduce(logits, temperatures, self._masks)
 
     def _fetch(self, logits: Tensor, row: int) -> Logits:
         self._fetched_rows += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import Sampling
+from engine.device.masks import Masks
 from engine.device.reduce import KEPT, best_of, reduce
+from engine.grammar import packed
 from engine.sampling import Best, Logits, Sampler, ScoresError
 
 
@@ -19,7 +22,11 @@ class Mask:
     """Stands in for a grammar that allows the same tokens again and again."""
 
     def __init__(self, allowed: Any) -> None:
-        self._allowed = allowed
+        self._allowed, self._mask = allowed, Future[Any]()
+        self._mask.set_result(packed(np.flatnonzero(allowed).tolist(), len(allowed)))
+
+    def mask(self) -> Future[Any]:
+        return self._mask
 
     def allowed(self) -> Any:
         return self._allowed.copy()
@@ -28,8 +35,8 @@ class Mask:
         """The same again."""
 
 
-def best(logits: Logits, temperature: float, fetched: list[int] | None = None) -> Best:
-    """As the device hands it over; whole rows that are fetched are counted, or forbidden."""
+def best(logits: Logits, temperature: float, fetched: list[int] | None = None, mask: Any = None) -> Best:
+    """As the device hands it over; whole rows that are fetched are counted, or forbidden. ``mask``: in time."""
 
     def whole(row: int) -> Logits:
         assert fetched is not None, "the best would have been enough"
@@ -37,8 +44,11 @@ def best(logits: Logits, temperature: float, fetched: list[int] | None = None) -
         return logits
 
     rows = torch.from_numpy(np.stack([logits[::-1], logits]))
-    reduced = reduce(rows, torch.tensor([0.5, temperature]))
-    return best_of(reduced, [0.5, temperature], len(logits), whole)[1]
+    masks = Masks(len(logits), 3, torch.device("cpu"))
+    for rows_masks in ([mask and mask.result()] * 3, [None, mask and mask.result()]):  # some row had one before
+        masks.copy(rows_masks)
+    reduced = reduce(rows, torch.tensor([0.5, temperature]), masks)
+    return best_of(reduced, [0.5, temperature], [False, mask is not None], len(logits), whole)[1]
 
 
 def both(logits: Logits, prompt: list[int], sampling: Sampling, mask: Any = None) -> tuple[Sampler, Sampler]:
@@ -80,7 +90,8 @@ def test_the_token_is_that_of_the_whole_row(case: tuple[Logits, Sampling, list[i
     of_whole, of_best = both(logits, prompt, sampling, mask)
     for position in range(4):
         token, logprob = of_whole.next(logits, position)
-        got, scored = of_best.next(best(logits, of_best.temperature, []), position)
+        in_time = of_best.mask if position % 2 else None
+        got, scored = of_best.next(best(logits, of_best.temperature, [], in_time), position)
         assert got == token
         if logprob is not None:
             assert scored is not None and scored.logprob == pytest.approx(logprob.logprob, abs=1e-5)
@@ -99,12 +110,25 @@ PEAKED = np.random.default_rng(5).normal(0, 3, 3000).astype(np.float32)
 ])  # fmt: skip
 def test_usual_requests_need_no_whole_row(options: dict[str, Any]) -> None:
     sampling = Sampling(**{"max_tokens": 4, "seed": 3, **options})
-    for mask in (None, Mask(PEAKED < 7.0)):
-        if mask is not None and not (sampling.top_k or sampling.temperature == 0.0):
-            continue  # how much is allowed in all is not known
+    masks: list[Any] = [None, Mask(PEAKED < (99.0 if sampling.min_p else 7.0))]
+    if sampling.logprobs is None and not sampling.min_p:
+        masks.append(Mask((PEAKED < 4.0) & (np.arange(len(PEAKED)) % 9 < 2)))  # none among the best of all
+    for mask in masks:
         of_whole, of_best = both(PEAKED, [1, 2], sampling, mask)
         for position in range(4):
-            assert of_best.next(best(PEAKED, of_best.temperature), position)[0] == of_whole.next(PEAKED, position)[0]
+            row = best(PEAKED, of_best.temperature, mask=of_best.mask)
+            assert of_best.next(row, position)[0] == of_whole.next(PEAKED, position)[0]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"top_p": 0.9, "presence_penalty": 1.5}, {"frequency_penalty": -0.5}, {"logit_bias": ((7, 9.0), (5, -9.0))},
+])  # fmt: skip
+def test_few_allowed_tokens_need_no_whole_row_either(options: dict[str, Any]) -> None:
+    mask = Mask(np.arange(len(PEAKED)) < KEPT - 1)
+    of_whole, of_best = both(PEAKED, [1, 2], Sampling(max_tokens=20, seed=3, **options), mask)
+    for position in range(20):
+        row = best(PEAKED, of_best.temperature, mask=of_best.mask)
+        assert of_best.next(row, position)[0] == of_whole.next(PEAKED, position)[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
