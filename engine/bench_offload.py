@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   ft bench offload --format bf16 --layers 20           as many layers as host memory holds
   ft bench offload --shape deepseek-v4 --layers 12 --caps 8,24,32 --hits 70,90
   ft bench offload --layers 10 --caps 2 --prefill 16,200,1000,8192 --behind 60000
+  ft bench offload --caps 8,24,32 --prefill 4096,8192 --cold 100000
 """
 
 SYNC = 5e-6
@@ -123,6 +124,38 @@ class Suffix:
         return self.bound / self.seconds
 
 
+@dataclass(frozen=True)
+class FirstToken:
+    """Of a prompt of ``tokens`` in chunks of ``chunk``, the last one counted whole, with no expert on the device at the
+    beginning. Measured are three chunks: ``cold``, seconds of the first one; ``first``, of the same one when experts
+    are there; ``last``, of the last one. Those between take as much more as attention has more to read."""
+
+    gigabytes: float
+    tokens: int
+    chunk: int
+    cold: float
+    first: float
+    last: float
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tokens // self.chunk)
+
+    @property
+    def seconds(self) -> float:
+        more = self.chunks - 1
+        return self.cold + sum(self.first + (self.last - self.first) * at / more for at in range(1, more + 1))
+
+
+def show_first_tokens(results: Sequence[FirstToken]) -> None:
+    for one in results:
+        print(
+            f"first token of {one.tokens:,} cold ones in chunks of {one.chunk:,}, {one.gigabytes:g} GB for experts: "
+            f"{one.seconds:.2f} s, interpolated from the first chunk ({1e3 * one.cold:.0f} ms, {1e3 * one.first:.0f} "
+            f"with experts there) and the last one ({1e3 * one.last:.0f} ms)"
+        )
+
+
 def show_suffixes(title: str, bandwidths: Bandwidths, results: Sequence[Suffix]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(f"link {bandwidths.link / 1e9:.1f}, CPU {bandwidths.cpu / 1e9:.1f} GB/s", highlight=False)
@@ -210,6 +243,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--behind", type=int, default=0, metavar="TOKENS", help="of the sequence, before those (default: %(default)s)"
     )
     parser.add_argument(
+        "--cold", type=int, default=0, metavar="TOKENS",
+        help="also state when the first token of so long a prompt is there that nothing is known of, in chunks of "
+        "each of --prefill",
+    )  # fmt: skip
+    parser.add_argument(
         "--rounded", action="store_true", help="CPU experts of int8 and mxfp4 round activations to int8"
     )
     parser.add_argument("--no-resident", action="store_true", help="do not time all experts on the device")
@@ -224,8 +262,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--rows is from 1 to 16, and --caps are above 0")
     if not all(0 <= hits <= 100 for hits in options.hits) or not 0 <= (options.split or 0) <= 1:
         parser.error("--hits are from 0 to 100 and --split from 0 to 1")
-    if not all(rows > 0 for rows in options.prefill) or options.behind < 0:
-        parser.error("--prefill and --behind are numbers of tokens")
+    if not all(rows > 0 for rows in options.prefill) or options.behind < 0 or options.cold < 0:
+        parser.error("--prefill, --behind and --cold are numbers of tokens")
+    if options.cold and not options.prefill:
+        parser.error("--cold needs --prefill, the sizes of its chunks")
     if options.prefill and (options.rows != 1 or options.kernels):
         parser.error("--prefill is for one sequence; leave --rows and --kernels out")
     return options
@@ -274,9 +314,12 @@ def suffixes(options: argparse.Namespace, tell: Callable[[str], None]) -> int:
         return 1
     if options.json:
         lines = [{**asdict(one), "bound": one.bound, "fraction": one.fraction} for one in results]
-        print(json.dumps({"title": bench.title, "bandwidths": asdict(bench.bandwidths), "suffixes": lines}))
+        cold = [{**asdict(one), "seconds": one.seconds} for one in bench.first_tokens]
+        found = {"title": bench.title, "bandwidths": asdict(bench.bandwidths), "suffixes": lines, "first_tokens": cold}
+        print(json.dumps(found))
     else:
         show_suffixes(bench.title, bench.bandwidths, results)
+        show_first_tokens(bench.first_tokens)
     return 0 if all(math.isfinite(one.seconds) for one in results) else 1
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from engine.bench_offload import Suffix
+from engine.bench_offload import FirstToken, Suffix
 from engine.bench_trace import ForcedRouting
 from engine.device.bench import Bench
 from engine.experts.offload import DECODED, OffloadedExperts
@@ -25,9 +25,10 @@ class PrefillBench(Bench):
     """One model, one sequence; as ``Bench``."""
 
     def __init__(self, options: argparse.Namespace, tell: Callable[[str], None]) -> None:
-        options.context = max(1, options.behind)
+        options.context = max(1, options.behind, options.cold)
         super().__init__(options, tell)
         self.title += ", equally likely experts"
+        self.first_tokens: list[FirstToken] = []
         self._nowhere = torch.full((len(self._pool),), -1, dtype=torch.int32, device=self._device)
 
     def run(self) -> list[Suffix]:
@@ -39,6 +40,18 @@ class PrefillBench(Bench):
         return results
 
     def _offloaded(self, gigabytes: float, dense: dict[int, float]) -> list[Suffix]:
+        experts = self._empty(gigabytes)
+        results = []
+        for rows, at_once in dense.items():
+            self._tell(f"{gigabytes:g} GB for experts, {rows} tokens")
+            results.append(self._suffix(experts, gigabytes, rows, at_once))
+        experts.close()
+        if self._options.cold:
+            self.first_tokens += [self._first_token(gigabytes, rows) for rows in dense]
+        return results
+
+    def _empty(self, gigabytes: float) -> OffloadedExperts:
+        """With room for so many experts, none there yet."""
         pool = self._pool
         slots = min(len(pool), int(gigabytes * 1e9) // pool.stride - 1)
         room = torch.empty(slots + 1, pool.stride, dtype=torch.uint8, device=self._device)
@@ -46,12 +59,16 @@ class PrefillBench(Bench):
         self._experts.now = experts
         experts.start()
         experts.fix(self._options.split)
-        results = []
-        for rows, at_once in dense.items():
-            self._tell(f"{gigabytes:g} GB for experts, {rows} tokens")
-            results.append(self._suffix(experts, gigabytes, rows, at_once))
+        return experts
+
+    def _first_token(self, gigabytes: float, rows: int) -> FirstToken:
+        """Kernels are compiled by now."""
+        experts, tokens = self._empty(gigabytes), self._options.cold
+        cold, *_ = self._forwards(rows, experts, behind=0, warm=0)
+        first = median(self._forwards(rows, experts, behind=0))
+        last = median(self._forwards(rows, experts, behind=(tokens - 1) // rows * rows))
         experts.close()
-        return results
+        return FirstToken(gigabytes, tokens, rows, cold, first, last)
 
     def _suffix(self, experts: OffloadedExperts, gigabytes: float, rows: int, at_once: float) -> Suffix:
         parts, link = self._pool.layout.parts, self.bandwidths.link
@@ -89,15 +106,18 @@ class PrefillBench(Bench):
         )
 
     def _forwards(
-        self, rows: int, experts: OffloadedExperts | None = None, counted: list[list[int]] | None = None
-    ) -> list[float]:
-        """Seconds of each, each with other experts; ``counted``: the counters after each, the first ones included."""
+        self, rows: int, experts: OffloadedExperts | None = None, counted: list[list[int]] | None = None,
+        behind: int | None = None, warm: int = _WARM,
+    ) -> list[float]:  # fmt: skip
+        """Seconds of each after ``warm`` ones, each with other experts, ``behind`` so many tokens; ``counted``: the
+        counters after each, the first ones included."""
         pool, ranks = self._pool, self._executor.layout.ranks
         routing = ForcedRouting(pool.layers, pool.experts, rows, ranks, self._device)
         self._ops.routing = routing
-        tokens = Rows((1,) * rows, self._options.behind, range(self._pages), 1, logits=True)
+        position = self._options.behind if behind is None else behind
+        tokens = Rows((1,) * rows, position, range(self._pages), 1, logits=True)
         times = []
-        for _ in range(_WARM + _TIMED):
+        for _ in range(warm + _TIMED):
             routing.draw(self._nowhere, 0.0)
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -111,4 +131,4 @@ class PrefillBench(Bench):
                 experts.learn()
             if experts is not None and counted is not None:
                 counted.append(experts.residency.counters.tolist())
-        return times[_WARM:]
+        return times[warm:]
