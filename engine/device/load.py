@@ -138,7 +138,7 @@ def _offload(
     except NativeLibraryError as error:
         raise BadConfig(str(error)) from error
     try:
-        experts.start(fetches=plan.mode != "cpu")
+        experts.start(fetches=plan.mode != "cpu", measures=plan.rates is None)
     except DriverError as error:
         experts.close()
         executor.close()

@@ -8,12 +8,14 @@ changes speed, and the last bits of the sums.
 from __future__ import annotations
 
 import mmap
+import time
 
 import torch
 from torch import Tensor
 
 from engine.device.driver import Driver
 from engine.device.watchdog import PATIENCE, Watchdog
+from engine.experts.cost import cpu_costs
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
 from engine.experts.prefill import Prefill
@@ -26,6 +28,8 @@ from engine.kernels.resolve import resolve
 
 DECODED = 16
 """Rows at most that one decision is made for; more are prefill."""
+_COPIES, _COPIED = 3, 32
+"""How often how many experts are copied, to measure the link."""
 
 
 class OffloadedExperts:
@@ -74,14 +78,17 @@ class OffloadedExperts:
             self.pool.put(layer, expert, gate_up[expert], down[expert])
         return layer
 
-    def start(self, fetches: bool = True) -> None:
+    def start(self, fetches: bool = True, *, measures: bool = False) -> None:
         """Map pool and mailbox for the device: filled memory is pinned several times faster. Without ``fetches`` the
-        pool is left alone, and the split stays fixed at 0. Raises DriverError."""
-        self._share()
+        pool is left alone, and the split stays fixed at 0. ``measures``: the split is not to believe what it began
+        with. Raises DriverError."""
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
         if fetches:
             self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
+            if measures:
+                self._split.expect(*self._measured())
             self.prefill.start(self._pool, self._mailbox)
+        self._share()
 
     def close(self) -> None:
         """Nothing may be running on the device. Pool and executor stay."""
@@ -160,6 +167,24 @@ class OffloadedExperts:
         kernels.arrive(self._mailbox, box)
         self._driver.wait64(stream, self._mailbox + box.done, 1)
         return Sums(out, weights, decision, mailbox=self._mailbox, layout=box)
+
+    def _measured(self) -> tuple[float, float]:
+        """ns of a part on the CPU and over the link, each alone. Nothing is resident yet."""
+        cpu, row = cpu_costs(self.executor)
+        copied, times = [number % len(self.pool) for number in range(_COPIED)], []
+        for _ in range(_COPIES):
+            self._settle()
+            start = time.perf_counter_ns()
+            for expert in copied:
+                self._slots[0].copy_(self.pool.slots[expert], non_blocking=True)
+            self._settle()
+            times.append(time.perf_counter_ns() - start)
+        parts = self.pool.layout.parts
+        return (cpu + row) / parts, max(1.0, min(times) / (_COPIED * parts))
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _share(self) -> None:
         """In the order of the stream. The last copy was made before a step that has ended."""

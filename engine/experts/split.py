@@ -28,8 +28,17 @@ class Split:
     """Shares for ``layers`` layers. ``cpu_ns`` and ``link_ns``: what a part takes on each side alone, to begin with."""
 
     def __init__(self, layers: int, cpu_ns: float, link_ns: float) -> None:
-        if layers < 1 or not (cpu_ns > 0 and link_ns > 0):
-            raise ValueError(f"a split needs layers and times above 0, not {layers}, {cpu_ns} and {link_ns}")
+        if layers < 1:
+            raise ValueError(f"a split needs layers, not {layers}")
+        self._layers = layers
+        self._fixed: float | None = None
+        self.expect(cpu_ns, link_ns)
+
+    def expect(self, cpu_ns: float, link_ns: float) -> None:
+        """Begin anew, from what a part takes on each side alone."""
+        if not (cpu_ns > 0 and link_ns > 0):
+            raise ValueError(f"a split needs times above 0, not {cpu_ns} and {link_ns}")
+        layers = self._layers
         self._cpu_alone, self._link_alone = np.full(layers, cpu_ns), np.full(layers, link_ns)
         self._cpu, self._link = self._cpu_alone.copy(), self._link_alone.copy()
         self._cpu_fixed, self._link_fixed, self._missing = np.zeros(layers), np.zeros(layers), np.ones(layers)
@@ -37,7 +46,6 @@ class Split:
         self._target = np.zeros(layers)
         self._aim()
         self._share = self._target.copy()
-        self._fixed: float | None = None
         self.link_alone = link_ns
 
     @property

@@ -15,7 +15,7 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.replay import Chooser
-from engine.experts.residency import BYTES, CPU, FETCHED, HITS, MOST_PAIRS, Residency, lru
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, MOST_PAIRS, ONE, Residency, lru
 from engine.experts.split import Split
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
@@ -257,4 +257,14 @@ def test_a_dead_executor_is_an_error(made: Any) -> None:
         assert y.isnan().all()
         with pytest.raises(ExecutorError, match="have not answered"):
             offloaded.after_step()
+    offloaded.close()
+
+
+def test_what_is_not_known_of_a_machine_is_measured(made: Any) -> None:
+    """Else one side would seem to take nothing, and get everything for good."""
+    pool, executor, split = made().pool, made().executor, Split(LAYERS, 1.0, 1.0)
+    offloaded = OffloadedExperts(pool, executor, FakeDriver(), split, room(pool, 2))
+    offloaded.start(measures=True)
+    assert split.link_alone > 1.0 and offloaded.prefill.costs.link == split.link_alone * pool.layout.parts
+    assert all(0 < share < ONE for share in split.share)
     offloaded.close()

@@ -1,0 +1,79 @@
+"""Errors are told apart from routers that choose otherwise between scores that lie close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_support import TwinOps, machine, round_experts, use_twins
+from torch import Tensor
+
+from engine.api import Sampling
+from engine.checkpoint import write_tiny
+from engine.device import agree, served
+
+LAYERS = 4
+SIZES = (("a", 40), ("b", 3))
+ROOM: dict[str, Any] = {"kv_bytes": 1 << 20, "checkpoint_bytes": 1 << 19, "chunk_tokens": 24}
+DEVICE: dict[str, Any] = {"device": "cuda", "experts": "hybrid", "split": 0.5, "expert_format": "int8"}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    use_twins(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no bandwidth profile
+    made = write_tiny("qwen3_5_moe", tmp_path / "model", layers=LAYERS)
+    round_experts(made, "int8")
+    return made
+
+
+def compared(model: Path) -> tuple[dict[str, agree.Errors], dict[str, agree.Known]]:
+    said = {name: (served.prompt(at, size, 90), served.prompt(9, 5, 90)) for at, (name, size) in enumerate(SIZES)}
+    there = agree.known(model, said, LAYERS)
+    led = agree.Led(there, torch.device("cpu"))
+    with led.routers(TwinOps), served.served(model, machine(), **DEVICE, **ROOM) as made:
+        led.listen(made.scheduler.runner)
+        for name, (prompt, answer) in said.items():
+            made.submit(name, prompt, Sampling(max_tokens=5, temperature=0.0, forced=tuple(answer)))
+        made.run()
+    return led.errors, there
+
+
+def blur(monkeypatch: pytest.MonkeyPatch, of: Callable[[Tensor], bool], relative: float) -> None:
+    """Linear layers of the device whose input is so are as far off."""
+    linear, generator = TwinOps.linear, torch.Generator().manual_seed(1)
+
+    def off(ops: TwinOps, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        out = linear(ops, x, weight, bias)
+        noise = torch.randn(out.shape, generator=generator) * out.std() * relative
+        return out + noise if of(x) else out
+
+    monkeypatch.setattr(TwinOps, "linear", off)
+
+
+def test_the_same_arithmetic(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors, there = compared(model)
+    assert all([one.told(kind) for kind, one in errors.items()]) and "WRONG" not in capsys.readouterr().out
+    for one in errors.values():
+        assert one.turned == 0 and max(one.logits) < 1e-4 and max(float(scores.max()) for scores in one.scores) < 1e-4
+    rows = sum(scores.shape[1] for one in errors.values() for scores in one.scores)
+    assert rows == sum(len(one.tokens) - 1 for one in there.values())
+    assert sum(len(one.logits) for one in errors.values()) == 10
+
+
+def test_small_errors_turn_choices_and_are_no_fault(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blur(monkeypatch, lambda _: True, 1e-3)
+    errors, _ = compared(model)
+    assert sum(one.turned for one in errors.values()) > 0
+    assert all([one.told(kind) for kind, one in errors.items()])
+
+
+def test_a_fault_of_one_kind_of_step_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blur(monkeypatch, lambda x: x.shape[0] > agree.FEW, 0.1)
+    errors, _ = compared(model)
+    assert not errors["prefill"].told("prefill") and "layer 0" in capsys.readouterr().out
