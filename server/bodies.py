@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import ValidationError, from_json
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
 _NAMED = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
@@ -32,6 +32,23 @@ class Body(dict[str, Any]):
     ``raw``: all of it as it came."""
 
     raw: dict[str, Any]
+
+
+class Known(list[Any]):
+    """Messages, the first ``read`` of which are models."""
+
+    read = 0
+
+
+def news(value: object, check: Callable[[object], list[Any]]) -> list[Any]:
+    """What messages are checked to be, where only those that are no models need to be checked: for pydantic to wrap
+    around the rest. What is wrong is told with its place among all."""
+    if isinstance(value, Known):
+        try:
+            return [*value[: value.read], *check(value[value.read :])]
+        except ValidationError:
+            pass
+    return check(value)
 
 
 def raw_body(body: object) -> object:
@@ -125,7 +142,9 @@ class Bodies:
             return None
         field = entry.field
         raw = {**entry.raw, field: [*entry.raw[field][:count], *new]}
-        body = Body({**raw, field: [*entry.messages[:count], *new]})
+        messages = Known((*entry.messages[:count], *new))
+        messages.read = count
+        body = Body({**raw, field: messages})
         if entry.tools is not None and "tools" in raw:
             body["tools"] = entry.tools
         body.raw = raw

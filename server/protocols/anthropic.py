@@ -6,15 +6,26 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WrapValidator
 from pydantic_core import from_json
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
 from parsers.grammar import Calls, Demand
 from server.answers import Options
+from server.bodies import news
 from server.protocols.anthropic_events import AnthropicWriter
-from server.protocols.base import Inbound, Items, StopStrings, Wire, WireProtocol, invalid, no_media
+from server.protocols.base import (
+    Inbound,
+    Items,
+    StopStrings,
+    Wire,
+    WireProtocol,
+    invalid,
+    keep_turns,
+    no_media,
+    turns_before,
+)
 from sessions.tracker import RequestMeta
 
 _CALLS: dict[str, Calls] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -117,7 +128,7 @@ class _Metadata(Wire):
 
 class CountRequest(Wire):
     model: str = Field(min_length=1)
-    messages: Items[_Message]
+    messages: Annotated[Items[_Message], WrapValidator(news)]
     system: Annotated[Items[_SystemBlock], BeforeValidator(_blocks)] = Field(default_factory=list)
     tools: Items[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice | None = None
@@ -232,10 +243,16 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
         )
     deferred = tuple(_tool(tool) for tool in request.tools if tool.defer_loading)
     unseen = {tool.name: tool for tool in deferred}
+    messages = request.messages
+    begin, before = (0, ()) if deferred else turns_before(messages)  # it matters which tools were described before
+    turns = [*before]
     system = tuple(_block("system", block, f"system.{at}", unseen) for at, block in enumerate(request.system))
-    turns = [Turn("system", system)] if system else []
-    for at, message in enumerate(request.messages):
-        known = None if deferred else message.made.get("turn")  # it matters which tools were described before
+    if system and not begin:
+        turns.append(Turn("system", system))
+    for at, message in enumerate(messages[begin:], begin):
+        if at == len(messages) - 2 and not deferred:
+            keep_turns(message, tuple(turns))
+        known = None if deferred else message.made.get("turn")
         turn = known or _turn(message, f"messages.{at}", unseen)
         if not deferred:
             message.made["turn"] = turn

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from parsers.conversation import Conversation
+from parsers.conversation import Conversation, Turn
 from server.answers import GenerationEvent, Options, Raw, Usage
 from server.errors import ApiError, Shape
 from sessions.tracker import RequestMeta
@@ -18,6 +18,8 @@ Sse = tuple[str, Mapping[str, Any] | str]
 """Event name ("" for none) and payload."""
 
 _T = TypeVar("_T")
+_NEWS = 16
+"""Messages that a request has more than the one before, mostly."""
 Items = Annotated[list[_T], Field(fail_fast=True)]
 """A list that is refused at its first wrong item: only that one is reported, and millions would fill the memory."""
 StopStrings = Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
@@ -33,6 +35,20 @@ class Wire(BaseModel):
     def made(self) -> dict[str, Any]:
         """What was made of it, by name: messages come again with each request of a conversation (``bodies``)."""
         return {}
+
+
+def turns_before(items: Sequence[Wire]) -> tuple[int, tuple[Turn, ...]]:
+    """How many of these items were made turns of when they came before (``keep_turns``), and the turns."""
+    for at in range(len(items) - 1, max(len(items) - _NEWS, 0), -1):
+        turns = items[at].made.pop("before", None)
+        if turns is not None:
+            return at, turns
+    return 0, ()
+
+
+def keep_turns(item: Wire, turns: tuple[Turn, ...]) -> None:
+    """``turns`` are what the items before this one say, wherever it stands behind them: they are the same items."""
+    item.made["before"] = turns
 
 
 class Writer(Protocol):

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
+from server.bodies import news
 from server.logprobs import LogprobFormat
-from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
+from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, keep_turns, no_media, turns_before
 from server.protocols.chat_events import ChatWriter
 from server.protocols.chat_legacy import LegacyWriter
 from server.protocols.demands import AnswerFormat, ChosenTool, Grammar, Named, ToolChoice, custom_tool, demand
@@ -164,7 +165,7 @@ class _TemplateSwitches(Wire):
 
 class ChatRequest(SampledRequest):
     model: str = Field(min_length=1)
-    messages: Items[_Message]
+    messages: Annotated[Items[_Message], WrapValidator(news)]
     tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -263,9 +264,10 @@ def _refuse(request: ChatRequest, body: object) -> None:
 def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
     if not messages:
         raise invalid("messages: at least one message is required", "messages")
-    turns = []
+    begin, before = turns_before(messages)
+    turns = [*before]
     called = ""
-    for at, message in enumerate(messages):
+    for at, message in enumerate(messages[begin:], begin):
         if message.role == "assistant" and message.function_call is not None:
             called = f"call_{at}"
         named = message.role == "function" or message.function_call is not None  # after what came before
@@ -273,6 +275,8 @@ def _turns(messages: list[_Message]) -> tuple[Turn, ...]:
         if turn is None:
             turn = message.made["turn"] = Turn(_ROLES[message.role], _blocks(message, f"messages.{at}", called))
         turns.append(turn)
+    if not called:
+        keep_turns(messages[-2:][0], tuple(turns[:-2]))
     return tuple(turns)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic_core import from_json
+from pydantic_core import ValidationError, from_json
 
 from server import bodies
 from server.bodies import Bodies, Body, raw_body
@@ -178,7 +178,7 @@ def test_a_protocol_makes_the_same_of_what_was_read_before(name: str) -> None:
     protocol: WireProtocol = PROTOCOLS[name] or chat.reader(lambda _: [])
     known = Bodies()
     before: Any = None
-    for steps in (3, 4, 4, 6, 5, random.Random(1).randrange(7, 12)):
+    for steps in (3, 4, 4, 6, 5, 11, 12, 7, 3, 13, *(random.Random(1).randrange(7, 30) for _ in range(9))):
         data = json.dumps(grown(name, steps)).encode()
         body, entry = known.read(data, ("", ""), protocol.field)
         inbound = protocol.read(body, {}, "")
@@ -192,6 +192,24 @@ def test_a_protocol_makes_the_same_of_what_was_read_before(name: str) -> None:
                 a is b for a, b in zip(now.turns[:5], before.turns, strict=False)
             )
         before = now
+
+
+@pytest.mark.parametrize("name", ["anthropic", "responses", "chat"])
+def test_what_is_wrong_in_the_news_is_told_with_its_place(name: str) -> None:
+    protocol: WireProtocol = PROTOCOLS[name] or chat.reader(lambda _: [])
+    known = Bodies()
+    good, bad = grown(name, 3), grown(name, 4)
+    place = len(bad[protocol.field])
+    bad[protocol.field] += [{"role": "user", "content": 7}, {"role": "user", "content": "And?"}]
+    for data in (json.dumps(body).encode() for body in (good, bad)):
+        body, entry = known.read(data, ("", ""), protocol.field)
+        if entry is not None and body is not None and entry.data.count(b"And?") == 0:
+            request = protocol.read(body, {}, "").request
+            known.keep(entry, getattr(request, protocol.field), getattr(request, "tools", None))
+    assert isinstance(body, Body)
+    with pytest.raises(ValidationError) as caught:
+        protocol.read(body, {}, "")
+    assert caught.value.errors()[0]["loc"][:2] == (protocol.field, place)
 
 
 def test_a_reference_to_a_tool_is_read_anew_where_it_describes_one() -> None:
