@@ -33,7 +33,7 @@ _NOTHING = tl.constexpr(-(1 << 63))
 @triton.jit
 def _numbers(scores, ids):
     """int64, in the order of the scores; the lower id is the higher where they are equal."""
-    bits = scores.to(tl.int32, bitcast=True)
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 

@@ -252,6 +252,32 @@ def test_without_a_vocabulary_there_are_no_grammars(tiny: Callable[..., Path]) -
     assert bench.outcomes[name].failed is not None
 
 
+def test_others_go_on_while_a_mask_is_made(
+    bench: Bench, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own sequence waits for it, and may end meanwhile."""
+    bound, free = replace(DRAWN, constraint=WORDS), replace(DRAWN, max_tokens=20)
+    expected = Bench(tiny("qwen3_5_moe"), vocabulary=vocabulary).ask(PROMPT, bound).tokens
+    gate, quick, made = threading.Event(), iter(range(4)), Guide._allowed
+
+    def slow(self: Guide, matcher: object) -> object:
+        if next(quick, None) is None:
+            assert gate.wait(60)
+        return made(self, matcher)
+
+    monkeypatch.setattr(Guide, "_allowed", slow)
+    late, aborted = bench.submit(PROMPT, bound), bench.submit(PROMPT, bound)
+    others = [bench.submit(PROMPT, replace(free, seed=seed)) for seed in range(2)]
+    bench.run(lambda: all(bench.outcomes[name].done for name in others))
+    assert 0 < len(bench.outcomes[late].tokens) + len(bench.outcomes[aborted].tokens) <= 4
+    bench.step()
+    bench.scheduler.abort(aborted)
+    gate.set()
+    bench.run()
+    assert bench.outcomes[late].tokens == expected
+    bench.check()
+
+
 def test_others_go_on_while_a_grammar_is_compiled(tiny: Callable[..., Path]) -> None:
     """The vocabulary takes as long as it likes; who needs no grammar is served meanwhile, and aborts are heeded."""
     gate = threading.Event()
