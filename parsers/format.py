@@ -50,19 +50,12 @@ class Turns:
 
     @classmethod
     def framed(
-        cls,
-        system: str,
-        user: str,
-        assistant: str,
-        tools: str,
-        end: str,
-        tail: str = "",
-        stops: tuple[str, ...] = (),
-        others: tuple[str, ...] = (),
+        cls, header: str, end: str, names: str = "system user assistant tool", tools: str = "", **rest: Any
     ) -> Turns:
-        """Headers with one common end."""
-        first, second, third, fourth = (Pair(header, end) for header in (system, user, assistant, tools))
-        return cls(first, second, third, fourth, tail, stops, others=others)
+        """Headers that only differ in the role's name ``{}``, and one end. ``tools``: another header of outputs."""
+        headers = [header.replace("{}", name) for name in names.split()]
+        system, user, assistant, outputs = (Pair(one, end) for one in (*headers[:3], tools or headers[3]))
+        return cls(system, user, assistant, outputs, **rest)
 
 
 @dataclass(frozen=True)
@@ -278,9 +271,14 @@ class Switches:
         return self.efforts[(below or known)[-1 if below else 0]] if known else {}
 
 
-def by_level(variable: str, *levels: Effort) -> Mapping[Effort, Mapping[str, object]]:
-    """Efforts that one variable of the template is told by their own names."""
-    return {level: {variable: level} for level in levels}
+UNTOLD = Switches(on={}, off={})
+"""Nothing can be switched."""
+
+
+def by_level(variable: str, *levels: Effort, **values: object) -> Mapping[Effort, Mapping[str, object]]:
+    """Efforts that one variable of the template is told: by their own names, or by values."""
+    told: dict[str, object] = {**{level: level for level in levels}, **values}
+    return {level: {variable: told[level]} for level in EFFORTS if level in told}
 
 
 @dataclass(frozen=True)

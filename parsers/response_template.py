@@ -251,8 +251,9 @@ class _Frames:
     def turns(self, ends: tuple[str, ...]) -> Turns:
         close = self._end.rstrip()
         headers = (self._system, self._user, self._header, self._tools)
+        system, user, assistant, tools = (Pair(header, close) for header in headers)
         stops = tuple(end for end in ends if end != close)
-        return Turns.framed(*headers, close, tail=self._end[len(close) :], stops=stops)
+        return Turns(system, user, assistant, tools, tail=self._end[len(close) :], stops=stops)
 
     def _outputs(self, query: Mapping[str, Any]) -> tuple[str, Result]:
         """The header of a turn of tool outputs, and what an output looks like."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from parsers.format import Call, Format, Json, Pair, Result, Switches, Tagged, Think, ToolsText, Turns, by_level
+from parsers.families.minimax import invokes
+from parsers.format import UNTOLD, Call, Format, Json, Pair, Result, Switches, Think, ToolsText, Turns, by_level
 
 _TURNS = Turns(
     system=Pair("", ""),
@@ -39,7 +41,7 @@ V3 = Format(
     ),
     result=Result("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
     think=Think("<think>", "</think>"),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
     tools_text=_tools('function<｜tool▁sep｜>the_name\n```json\n{"first": "value"}\n```'),
 )
 
@@ -50,41 +52,17 @@ V31 = replace(
     turns=replace(
         _TURNS, tools=Pair("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"), headless=("<｜tool▁output▁end｜>",)
     ),
-    think=Think("<think>", "</think>", inner="", after=""),
-    call=Call(
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        Json(),
-        header="{name}<｜tool▁sep｜>",
-        section=_SECTION,
-        between="",
-    ),
+    think=Think("<think>", "</think>", "", ""),
+    call=replace(V3.call, header="{name}<｜tool▁sep｜>", tail="", between=""),
     switches=Switches(on={"thinking": True}, off={"thinking": False}),
     tools_text=_tools('the_name<｜tool▁sep｜>{"first": "value"}'),
 )
 
 
-def _dsml(section: str, space: str) -> Call:
-    """``section`` is the wrapper's name; ``space`` stands behind the marker of every tag."""
-    mark = f"｜DSML｜{space}"
-    return Call(
-        f"<{mark}invoke",
-        f"</{mark}invoke>",
-        Tagged(
-            open=f'<{mark}parameter name="',
-            key_end='" string="',
-            open_end='">',
-            close=f"</{mark}parameter>",
-            trim="none",
-            typed="string",
-            empty="\n",
-        ),
-        header=' name="{name}">\n',
-        section=Pair(f"<{mark}{section}>", f"</{mark}{section}>"),
-        first="\n\n",
-        first_alone=True,
-        around="\n",
-    )
+def _dsml(mark: str, section: str) -> Call:
+    """``section`` is the wrapper's name; ``mark`` stands in front of every tag."""
+    typed: Any = {"key_end": '" string="', "typed": "string", "empty": "\n"}
+    return invokes(mark, mark + section, first="\n\n", first_alone=True, **typed)
 
 
 V32 = replace(
@@ -95,7 +73,7 @@ V32 = replace(
     turns=replace(
         _TURNS, tools=Pair("\n\n<function_results>", "\n</function_results>"), headless=("\n</function_results>",)
     ),
-    call=_dsml("function_calls", ""),
+    call=_dsml("｜DSML｜", "function_calls"),
     result=Result("\n", "<result>", "</result>"),
     encoder="deepseek_v32",
 )
@@ -105,13 +83,10 @@ V4 = replace(
     name="deepseek_v4",
     models=("DeepSeek-V4",),
     turns=replace(_TURNS, tools=Pair("<｜User｜>", ""), headless=()),
-    call=_dsml("tool_calls", ""),
+    call=_dsml("｜DSML｜", "tool_calls"),
     result=Result("\n\n", "<tool_result>", "</tool_result>"),
-    switches=Switches(
-        always={"drop_thinking": False},
-        on={"thinking": True},
-        off={"thinking": False},
-        efforts=by_level("reasoning_effort", "low", "high", "max"),
+    switches=replace(
+        V31.switches, always={"drop_thinking": False}, efforts=by_level("reasoning_effort", "low", "high", "max")
     ),
     encoder="deepseek_v4",
 )
@@ -121,10 +96,7 @@ V41 = replace(
     name="deepseek_v41",
     models=("DeepSeek-V4.1",),
     turns=replace(V4.turns, system=Pair("<｜System｜>", "")),
-    call=_dsml("calls", " "),
-    switches=replace(
-        V4.switches,
-        efforts={"low": {"reasoning_effort": 50}, "high": {"reasoning_effort": 75}, "max": {"reasoning_effort": 100}},
-    ),
+    call=_dsml("｜DSML｜ ", "calls"),
+    switches=replace(V4.switches, efforts=by_level("reasoning_effort", low=50, high=75, max=100)),
     encoder="deepseek_v41",
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns, by_level
 
 _PARAMETERS = Tagged(open="<arg_key>", open_end="</arg_key>\n<arg_value>", close="</arg_value>", trim="none")
+_DENSE = replace(_PARAMETERS, open_end="</arg_key><arg_value>", between="")
 
 GLM45 = Format(
     name="glm45",
@@ -28,14 +29,8 @@ GLM47 = replace(
     name="glm47",
     models=("GLM-4.7", "GLM-5", "GLM-5.2"),
     turns=replace(GLM45.turns, system=Pair("<|system|>", ""), user=Pair("<|user|>", "")),
-    think=Think("<think>", "</think>", inner="", after=""),
-    call=replace(
-        GLM45.call,
-        header="{name}",
-        codec=replace(_PARAMETERS, open_end="</arg_key><arg_value>", between=""),
-        first="",
-        between="",
-    ),
+    think=Think("<think>", "</think>", "", ""),
+    call=Call("<tool_call>", "</tool_call>", _DENSE, header="{name}", between=""),
     result=Result("", "<tool_response>", "</tool_response>"),
     switches=Switches(always={"clear_thinking": False}),
 )
@@ -44,8 +39,8 @@ GLM53 = replace(
     GLM47,
     name="glm53",
     models=("GLM-5.3",),
-    switches=Switches(
-        always={"clear_thinking": False},
+    switches=replace(
+        GLM47.switches,
         on={},
         off={"reasoning_effort": "low"},
         efforts=by_level("reasoning_effort", "low", "high", "max"),
@@ -56,16 +51,15 @@ LING3 = replace(
     GLM45,
     name="ling3",
     models=("Ling-3",),
-    turns=Turns.framed(
-        system="<role>SYSTEM</role>",
-        user="<role>HUMAN</role>",
-        assistant="<role>ASSISTANT</role>",
-        tools="<role>OBSERVATION</role>",
-        end="<|role_end|>",
-    ),
-    think=Think("<think>", "</think>", inner="", after=""),
+    turns=Turns.framed("<role>{}</role>", "<|role_end|>", "SYSTEM HUMAN ASSISTANT OBSERVATION"),
+    think=Think("<think>", "</think>", "", ""),
     call=replace(GLM45.call, codec=replace(_PARAMETERS, between=""), tail="\n"),
 )
+
+
+def _suffixed(tag: str) -> tuple[str, str]:
+    return f"<{tag}{{suffix}}>", f"</{tag}{{suffix}}>"
+
 
 HY3 = replace(
     GLM45,
@@ -75,23 +69,17 @@ HY3 = replace(
         system=Pair("", ""),
         user=Pair("<｜hy_User{suffix}｜>", ""),
         assistant=Pair("<｜hy_Assistant{suffix}｜>", "<｜hy_eos{suffix}｜>"),
-        tools=Pair("<tool_responses{suffix}>", "</tool_responses{suffix}>"),
+        tools=Pair(*_suffixed("tool_responses")),
     ),
-    think=Think("<think{suffix}>", "</think{suffix}>", inner="", after=""),
+    think=Think(*_suffixed("think"), "", ""),
     call=Call(
-        "<tool_call{suffix}>",
-        "</tool_call{suffix}>",
-        Tagged(
-            open="<arg_key{suffix}>",
-            open_end="</arg_key{suffix}>\n<arg_value{suffix}>",
-            close="</arg_value{suffix}>",
-            trim="none",
-        ),
+        *_suffixed("tool_call"),
+        Tagged("<arg_key{suffix}>", "</arg_key{suffix}>\n<arg_value{suffix}>", "</arg_value{suffix}>", "none"),
         header="{name}<tool_sep{suffix}>\n",
-        section=Pair("<tool_calls{suffix}>", "</tool_calls{suffix}>"),
+        section=Pair(*_suffixed("tool_calls")),
         around="\n",
     ),
-    result=Result("\n", "<tool_response{suffix}>", "</tool_response{suffix}>", inner="\n"),
+    result=Result("\n", *_suffixed("tool_response"), inner="\n"),
     switches=Switches(
         always={"preserved_thinking": True},
         on={"reasoning_effort": "high"},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parsers.format import Call, Format, Frames, Json, Pair, Result, Route, Switches, Tagged, Turns, by_level
+from parsers.families.minimax import invokes
+from parsers.format import Call, Format, Frames, Json, Pair, Result, Route, Switches, Turns, by_level
 
 HARMONY = Format(
     name="harmony",
@@ -43,12 +44,7 @@ HARMONY = Format(
 MUSE = Format(
     name="muse_glimmer",
     models=("Muse-Glimmer",),
-    turns=Turns(
-        system=Pair("<|start|>system<|message|>", "<|eot|>"),
-        user=Pair("<|start|>user<|message|>", "<|eot|>"),
-        assistant=Pair("<|start|>assistant", "<|eot|>"),
-        tools=Pair("<|start|>tool ", "<|eot|>"),
-    ),
+    turns=Turns.framed("<|start|>{}", "<|eot|>", "system<|message|> user<|message|> assistant", tools="<|start|>tool "),
     frames=Frames(
         start="<|start|>assistant",
         message="<|message|>",
@@ -64,14 +60,7 @@ MUSE = Format(
         call=" to={name}",
         call_end="<|eom|>",
     ),
-    call=Call(
-        "<atem:invoke",
-        "</atem:invoke>",
-        Tagged(open='<atem:parameter name="', open_end='">', close="</atem:parameter>", trim="none"),
-        header=' name="{name}">\n',
-        section=Pair("<atem:function_calls>", "</atem:function_calls>"),
-        around="\n",
-    ),
+    call=invokes("atem:", "atem:function_calls"),
     result=Result("", '{name}<|message|><tool_output name="{name}">', "</tool_output>", inner="\n"),
     switches=Switches(
         on={},

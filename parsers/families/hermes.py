@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Answer, Call, Format, JsonCall, Pair, Result, Switches, Think, ToolsText, Turns
+from parsers.format import Answer, Call, Format, JsonCall, Pair, Result, Think, ToolsText, Turns
 
-CHATML = Turns.framed(
-    system="<|im_start|>system\n",
-    user="<|im_start|>user\n",
-    assistant="<|im_start|>assistant\n",
-    tools="<|im_start|>user",
-    end="<|im_end|>",
-    tail="\n",
-    stops=("<|endoftext|>",),
-)
+CHATML = Turns.framed("<|im_start|>{}\n", "<|im_end|>", tools="<|im_start|>user", tail="\n", stops=("<|endoftext|>",))
 
 HERMES = Format(
     name="hermes",
@@ -46,12 +38,7 @@ GRANITE4 = replace(
     models=("Granite-4.0",),
     think=None,
     turns=Turns.framed(
-        system="<|start_of_role|>system<|end_of_role|>",
-        user="<|start_of_role|>user<|end_of_role|>",
-        assistant="<|start_of_role|>assistant<|end_of_role|>",
-        tools="<|start_of_role|>user<|end_of_role|>",
-        end="<|end_of_text|>",
-        tail="\n",
+        "<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>", "system user assistant user", tail="\n"
     ),
 )
 
@@ -60,13 +47,8 @@ LONGCAT = replace(
     name="longcat",
     models=("LongCat-Flash",),
     think=Think("<longcat_think>", "</longcat_think>"),
-    call=Call("<longcat_tool_call>", "</longcat_tool_call>", JsonCall(), first="\n", inner="\n"),
-    turns=Turns(
-        system=Pair("SYSTEM:", ""),
-        user=Pair(" USER:", ""),
-        assistant=Pair(" ASSISTANT:", "</longcat_s>"),
-        tools=Pair(" TOOL:", ""),
-    ),
+    call=replace(HERMES.call, open="<longcat_tool_call>", close="</longcat_tool_call>"),
+    turns=Turns(Pair("SYSTEM:", ""), Pair(" USER:", ""), Pair(" ASSISTANT:", "</longcat_s>"), Pair(" TOOL:", "")),
 )
 
 ERNIE = replace(
@@ -75,7 +57,6 @@ ERNIE = replace(
     models=("ERNIE-4.5-Thinking",),
     think=Think("<think>", "</think>", after="\n\n\n"),
     answer=Answer("<response>", "</response>", inner="\n"),
-    call=Call("<tool_call>", "</tool_call>", JsonCall(), between="\n\n", first="\n", inner="\n"),
+    call=replace(HERMES.call, between="\n\n"),
     result=Result("\n", "<tool_output>", "</tool_output>"),
-    switches=Switches(),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parsers.format import (
     Answer,
     Call,
@@ -21,15 +23,13 @@ K2 = Format(
     name="kimi_k2",
     models=("Kimi-K2-Instruct", "Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.7"),
     turns=Turns.framed(
-        system="<|im_system|>system<|im_middle|>",
-        user="<|im_user|>user<|im_middle|>",
-        assistant="<|im_assistant|>assistant<|im_middle|>",
+        "<|im_{}|>{}<|im_middle|>",
+        "<|im_end|>",
         tools="<|im_system|>tool<|im_middle|>",
-        end="<|im_end|>",
         stops=("[EOS]",),
         others=("<|im_system|>tool_declare<|im_middle|>",),
     ),
-    think=Think("<think>", "</think>", inner="", after=""),
+    think=Think("<think>", "</think>", "", ""),
     call=Call(
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -49,20 +49,23 @@ K2 = Format(
     ),
 )
 
+
+def _element(tag: str) -> tuple[str, str]:
+    return f"<|open|>{tag}<|sep|>", f"<|close|>{tag}<|sep|>"
+
+
 K3 = Format(
     name="kimi_k3",
     models=("Kimi-K3",),
     turns=Turns.framed(
-        system='<|open|>message role="system"<|sep|>',
-        user='<|open|>message role="user"<|sep|>',
-        assistant='<|open|>message role="assistant"<|sep|>',
+        '<|open|>message role="{}"<|sep|>',
+        "<|close|>message<|sep|>",
         tools='<|open|>message role="tool"',
-        end="<|close|>message<|sep|>",
         tail="<|end_of_msg|>",
         stops=("<|end_of_msg|>",),
     ),
-    think=Think("<|open|>think<|sep|>", "<|close|>think<|sep|>", inner="", after=""),
-    answer=Answer("<|open|>response<|sep|>", "<|close|>response<|sep|>", always=True),
+    think=Think(*_element("think"), "", ""),
+    answer=Answer(*_element("response"), always=True),
     call=Call(
         "<|open|>call",
         "<|close|>call<|sep|>",
@@ -78,14 +81,10 @@ K3 = Format(
             whole=Pair('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
         ),
         header=' tool="{name}" index="{n1}"<|sep|>',
-        section=Pair("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        section=Pair(*_element("tools")),
         between="",
     ),
     result=Result("", ' tool="{name}" index="{n1}"<|sep|>', ""),
-    switches=Switches(
-        on={"thinking": True},
-        off={"thinking": False},
-        efforts=by_level("thinking_effort", "low", "high", "max"),
-    ),
+    switches=replace(K2.switches, efforts=by_level("thinking_effort", "low", "high", "max")),
     encoder="kimi_k3",
 )

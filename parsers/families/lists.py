@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parsers.families.hermes import CHATML, GRANITE4
-from parsers.format import Answer, Call, Format, JsonCall, Pair, PythonCalls, Result, Switches, Tagged, Think, Turns
+from parsers.format import (
+    UNTOLD,
+    Answer,
+    Call,
+    Format,
+    JsonCall,
+    Pair,
+    PythonCalls,
+    Result,
+    Switches,
+    Tagged,
+    Think,
+    Turns,
+)
 
 
 def _json_list(begin: str, end: str, first: str = "") -> Call:
@@ -20,7 +33,7 @@ GRANITE3 = Format(
         tools=Pair("<|start_of_role|>tool<|end_of_role|>", "<|end_of_text|>"),
         others=("<|start_of_role|>available_tools<|end_of_role|>", "<|start_of_role|>tool_response<|end_of_role|>"),
     ),
-    think=Think("<think>", "</think>", inner="", after=""),
+    think=Think("<think>", "</think>", "", ""),
     answer=Answer("<response>", "</response>"),
     call=_json_list("<|tool_call|>", ""),
     result=Result("", "", ""),
@@ -40,7 +53,7 @@ NEMOTRON2 = Format(
     think=Think("<think>", "</think>"),
     call=_json_list("<TOOLCALL>", "</TOOLCALL>", first="\n"),
     result=Result("", "<TOOL_RESPONSE>[", "]</TOOL_RESPONSE>"),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )
 
 HUNYUAN = Format(
@@ -62,43 +75,37 @@ HUNYUAN = Format(
 STEP3 = Format(
     name="step3",
     models=("Step-3",),
-    turns=Turns.framed(
-        system="<｜BOT｜>system\n",
-        user="<｜BOT｜>user\n",
-        assistant="<｜BOT｜>assistant\n",
-        tools="<｜BOT｜>tool_response\n",
-        end="<｜EOT｜>",
-    ),
+    turns=Turns.framed("<｜BOT｜>{}\n", "<｜EOT｜>", "system user assistant tool_response"),
     think=Think("<think>", "</think>"),
     call=Call(
         "<｜tool_call_begin｜>",
         "<｜tool_call_end｜>",
-        Tagged(open='<steptml:parameter name="', open_end='">', close="</steptml:parameter>", trim="none", between=""),
+        Tagged('<steptml:parameter name="', '">', "</steptml:parameter>", trim="none", between=""),
         header='function<｜tool_sep｜><steptml:invoke name="{name}">',
         tail="</steptml:invoke>",
         section=Pair("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
         between="",
     ),
     result=Result("", "", ""),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )
 
 LFM2 = Format(
     name="lfm2",
     models=("LFM2", "LFM2.5"),
     turns=replace(CHATML, tools=Pair("<|im_start|>tool\n", "<|im_end|>")),
-    think=Think("<think>", "</think>", inner="", after=""),
+    think=Think("<think>", "</think>", "", ""),
     call=Call("", "", PythonCalls(quote="'"), section=Pair("<|tool_call_start|>", "<|tool_call_end|>"), between=", "),
     result=Result("", "<|tool_response_start|>", "<|tool_response_end|>"),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )
 
 OLMO3 = Format(
     name="olmo3",
     models=("OLMo-3",),
     turns=replace(CHATML, tools=Pair("<|im_start|>environment\n", "<|im_end|>")),
-    think=Think("<think>", "</think>", inner="", after=""),
+    think=Think("<think>", "</think>", "", ""),
     call=Call("", "", PythonCalls(many=False), section=Pair("<function_calls>", "</function_calls>"), between="\n"),
     result=Result("", "", ""),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Format, JsonCall, Pair, PythonCalls, Result, Switches, Turns
+from parsers.format import UNTOLD, Call, Format, JsonCall, Pair, PythonCalls, Result, Turns
+
+_CALL = JsonCall(arguments=("parameters", "arguments"))
 
 LLAMA3 = Format(
     name="llama3",
     models=("Llama-3.1", "Llama-3.2", "Llama-3.3"),
     turns=Turns.framed(
-        system="<|start_header_id|>system<|end_header_id|>\n\n",
-        user="<|start_header_id|>user<|end_header_id|>\n\n",
-        assistant="<|start_header_id|>assistant<|end_header_id|>\n\n",
-        tools="<|start_header_id|>ipython<|end_header_id|>\n\n",
-        end="<|eot_id|>",
+        "<|start_header_id|>{}<|end_header_id|>\n\n",
+        "<|eot_id|>",
+        "system user assistant ipython",
         stops=("<|eom_id|>", "<|end_of_text|>"),
     ),
-    call=Call(
-        "",
-        "",
-        JsonCall(arguments=("parameters", "arguments")),
-        section=Pair("<|python_tag|>", ""),
-        between="; ",
-        bare=True,
-    ),
+    call=Call("", "", _CALL, section=Pair("<|python_tag|>", ""), between="; ", bare=True),
     result=Result("", "", ""),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )
 
 LLAMA4 = replace(
@@ -34,11 +27,9 @@ LLAMA4 = replace(
     name="llama4",
     models=("Llama-4",),
     turns=Turns.framed(
-        system="<|header_start|>system<|header_end|>\n\n",
-        user="<|header_start|>user<|header_end|>\n\n",
-        assistant="<|header_start|>assistant<|header_end|>\n\n",
-        tools="<|header_start|>ipython<|header_end|>\n\n",
-        end="<|eot|>",
+        "<|header_start|>{}<|header_end|>\n\n",
+        "<|eot|>",
+        "system user assistant ipython",
         stops=("<|eom|>", "<|end_of_text|>"),
     ),
     call=Call("", "", PythonCalls(), section=Pair("<|python_start|>", "<|python_end|>"), between=", ", bare=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsers.format import Call, Format, Json, JsonCall, Pair, Result, Switches, Think, Turns
+from parsers.format import UNTOLD, Call, Format, Json, JsonCall, Pair, Result, Think, Turns
 
 _TURNS = Turns(
     system=Pair("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
@@ -21,7 +21,7 @@ V3 = Format(
     turns=_TURNS,
     call=Call("", "", JsonCall(many=True, id_key="id"), section=Pair("[TOOL_CALLS]", ""), between=", "),
     result=Result("", "", ""),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
     call_ids="nine",
 )
 
@@ -36,6 +36,6 @@ V13 = replace(
     V3,
     name="mistral_v13",
     models=("Devstral", "Magistral", "Ministral-3"),
-    think=Think("[THINK]", "[/THINK]", inner="", after=""),
+    think=Think("[THINK]", "[/THINK]", "", ""),
     call=Call("[TOOL_CALLS]", "", Json(), header="{name}[ARGS]", between=""),
 )

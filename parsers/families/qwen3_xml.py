@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parsers.families.hermes import CHATML
-from parsers.format import Call, Format, Pair, Result, Switches, Tagged, Think, Turns
+from parsers.format import UNTOLD, Call, Format, Pair, Result, Switches, Tagged, Think, Turns, by_level
 
 PARAMETERS = Tagged(open="<parameter=", open_end=">", close="</parameter>")
 
@@ -58,39 +58,19 @@ STEP35 = replace(
     think=Think("<think>", "</think>", after="\n"),
     call=replace(QWEN3_XML.call, first="", between=""),
     result=Result("\n", "<tool_response>", "</tool_response>"),
-    switches=Switches(on={}, off={}),
+    switches=UNTOLD,
 )
 
 SEED = Format(
     name="seed_oss",
     models=("Seed-OSS",),
-    turns=Turns.framed(
-        system="<seed:bos>system\n",
-        user="<seed:bos>user\n",
-        assistant="<seed:bos>assistant\n",
-        tools="<seed:bos>tool\n",
-        end="<seed:eos>",
-    ),
+    turns=Turns.framed("<seed:bos>{}\n", "<seed:eos>"),
     think=Think("<seed:think>", "</seed:think>", inner="", after="\n"),
-    call=Call(
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        replace(PARAMETERS, trim="none"),
-        header="<function={name}>",
-        tail="</function>",
-        first="\n\n",
-        inner="\n",
-    ),
+    call=replace(MIMO.call, open="<seed:tool_call>", close="</seed:tool_call>"),
     result=Result("", "", ""),
     switches=Switches(
         on={"thinking_budget": -1},
         off={"thinking_budget": 0},
-        efforts={
-            "minimal": {"thinking_budget": 512},
-            "low": {"thinking_budget": 2048},
-            "medium": {"thinking_budget": 8192},
-            "high": {"thinking_budget": 16384},
-            "xhigh": {"thinking_budget": -1},
-        },
+        efforts=by_level("thinking_budget", minimal=512, low=2048, medium=8192, high=16384, xhigh=-1),
     ),
 )
