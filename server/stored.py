@@ -18,6 +18,7 @@ _PREFIX = {
     "reasoning": "rs",
     "function_call": "fc",
     "custom_tool_call": "ctc",
+    "local_shell_call": "lsh",
     "function_call_output": "fco",
     "custom_tool_call_output": "ctco",
 }

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from parsers.conversation import Block, Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.format import Effort
 from server.answers import Options
-from server.bodies import Body, raw_body
+from server.bodies import Body, news, raw_body
 from server.errors import ApiError
 from server.logprobs import LogprobFormat
-from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, no_media
+from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, keep_turns, no_media, turns_before
 from server.protocols.demands import AnswerFormat, ToolChoice, demand
 from server.protocols.responses_events import ResponsesWriter
-from server.protocols.responses_tools import ToolItem, ToolNames, read_tools, told_tools
+from server.protocols.responses_tools import LOCAL_SHELL, ShellAction, ToolItem, ToolNames, read_tools, told_tools
 from sessions.tracker import RequestMeta
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -105,7 +106,28 @@ class _Output(Wire):
     output: _Parts
 
 
-_Item = Annotated[_Message | _Reasoning | _FunctionCall | _CustomCall | _Output, Field(discriminator="type")]
+class _ShellExec(ShellAction):
+    type: Literal["exec"]
+
+
+class _ShellCall(Wire):
+    type: Literal["local_shell_call"]
+    call_id: str = Field(min_length=1)
+    action: _ShellExec
+
+
+class _ShellOutput(Wire):
+    """Its ``id`` is the call's."""
+
+    type: Literal["local_shell_call_output"]
+    id: str = Field(min_length=1)
+    output: str
+
+
+_Item = Annotated[
+    _Message | _Reasoning | _FunctionCall | _CustomCall | _Output | _ShellCall | _ShellOutput,
+    Field(discriminator="type"),
+]
 
 
 class _ReasoningConfig(Wire):
@@ -118,7 +140,7 @@ class _TextConfig(Wire):
 
 class ResponsesRequest(Wire):
     model: str = Field(min_length=1)
-    input: Annotated[Items[_Item], BeforeValidator(_typed)]
+    input: Annotated[Items[_Item], BeforeValidator(_typed), WrapValidator(news)]
     instructions: str | None = None
     tools: Items[ToolItem] | None = None
     tool_choice: ToolChoice | None = None
@@ -266,16 +288,24 @@ def _echo(request: ResponsesRequest, body: object) -> dict[str, Any]:
 
 def _turns(request: ResponsesRequest) -> tuple[Turn, ...]:
     """Items to turns: the items of one assistant turn, and of one round of outputs, follow each other."""
-    turns = [Turn("system", (Text(request.instructions),))] if request.instructions else []
     if not request.input and request.generate is not False:
         raise invalid("input: at least one item is required", "input")
-    items, at = request.input, 0
+    items = request.input
+    at, before = turns_before(items)
+    turns = [*before]
+    if request.instructions and not at:
+        turns.append(Turn("system", (Text(request.instructions),)))
+    kept, count = at, len(turns)
     while at < len(items):
+        if at < len(items) - 1:
+            kept, count = at, len(turns)
         run: _Run | None = items[at].made.get("run")
         if run is None or not run.at(items, at):
             run = items[at].made["run"] = _run(items, at, run)
         turns += run.turns
         at += run.size
+    if kept:
+        keep_turns(items[kept], tuple(turns[:count]))
     if not turns and request.generate is not False:
         raise invalid("input: at least one item must have content", "input")
     return tuple(turns)
@@ -326,6 +356,16 @@ def _item(item: _Item, where: str) -> tuple[Role, tuple[Block, ...]]:
             return "assistant", (ToolCall(item.call_id, name, item.input, freeform=True),)
         case _Output():
             return "tool", (ToolOutput(item.call_id, "\n".join(_texts(item.output, f"{where}.output"))),)
+        case _ShellCall():
+            return "assistant", (ToolCall(item.call_id, LOCAL_SHELL.name, _arguments(item.action)),)
+        case _ShellOutput():
+            return "tool", (ToolOutput(item.id, item.output),)
+
+
+def _arguments(action: _ShellExec) -> str:
+    """As the model gave them: what it left out is not there."""
+    given = action.model_dump(exclude={"type"}, exclude_none=True)
+    return json.dumps({key: value for key, value in given.items() if value != {}}, ensure_ascii=False)
 
 
 def _texts(parts: list[_Part], where: str) -> list[str]:

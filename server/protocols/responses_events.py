@@ -12,7 +12,7 @@ from server.blocks import BlockDelta, BlockEnd, BlockStart
 from server.errors import ApiError
 from server.logprobs import LogprobFormat
 from server.protocols.base import Sse
-from server.protocols.responses_tools import ToolNames
+from server.protocols.responses_tools import ShellAction, ToolNames
 
 Keep = Callable[[dict[str, Any], str], None]
 _FAILURE_CODES = {"context": "context_length_exceeded", "busy": "rate_limit_exceeded"}
@@ -44,6 +44,8 @@ class ResponsesWriter:
         self._output: list[dict[str, Any]] = []
         self._item_id = ""
         """Id of the open item; the answer's items are its blocks, one each."""
+        self._whole = False
+        """Is the open item one that is told at its end, and not in pieces?"""
         self._sequence = 0
 
     def begin(self, usage: Usage) -> list[Sse]:
@@ -54,7 +56,7 @@ class ResponsesWriter:
             case BlockStart():
                 return self._start(event)
             case BlockDelta():
-                return [self._delta(event)]
+                return [] if self._whole else [self._delta(event)]
             case BlockEnd():
                 return self._end(event)
             case Progress():
@@ -82,6 +84,9 @@ class ResponsesWriter:
         return self._event(name, item_id=self._item_id, output_index=index, **fields)
 
     def _start(self, start: BlockStart) -> list[Sse]:
+        self._whole = bool(start.name) and start.name == self._names.shell
+        if self._whole:
+            return []
         prefix = {"text": "msg", "thinking": "rs", "tool_call": "ctc" if start.freeform else "fc"}[start.kind]
         self._item_id = f"{prefix}_{uuid4().hex}"
         self._logprobs = []
@@ -107,7 +112,26 @@ class ResponsesWriter:
                 name = "custom_tool_call_input" if custom else "function_call_arguments"
                 return self._in_item(f"response.{name}.delta", delta.index, delta=delta.text)
 
+    def _shell(self, end: BlockEnd) -> list[Sse]:
+        """A call of the local shell has no deltas, and one id: the output is sent back under either name. Arguments
+        that it does not take make a call of a function of that name, which the client refuses in words."""
+        self._item_id = end.id
+        status = "completed" if end.complete else "incomplete"
+        item: dict[str, Any] = {"id": end.id, "status": status, "type": "local_shell_call", "call_id": end.id}
+        try:
+            action = ShellAction.model_validate_json(end.text)
+        except ValueError:
+            item = self._item(end, status)
+        else:
+            item["action"] = {"type": "exec", **action.model_dump()}
+        self._output.append(item)
+        return [
+            self._event(f"response.output_item.{step}", output_index=end.index, item=item) for step in ("added", "done")
+        ]
+
     def _end(self, end: BlockEnd) -> list[Sse]:
+        if self._whole:
+            return self._shell(end)
         item = self._item(end, "completed" if end.complete else "incomplete")
         self._output.append(item)
         index = end.index

@@ -56,15 +56,49 @@ class _Ignored(Wire):
     type: _IgnoredType
 
 
-ToolItem = Annotated[_FunctionTool | _CustomTool | _Namespace | _Ignored, Field(discriminator="type")]
+class _LocalShell(Wire):
+    type: Literal["local_shell"]
+
+
+ToolItem = Annotated[_FunctionTool | _CustomTool | _Namespace | _LocalShell | _Ignored, Field(discriminator="type")]
+
+LOCAL_SHELL = Tool(
+    "local_shell",
+    "Run a command on the user's machine. `command` is the program and its arguments; for a line of shell, use "
+    '["bash", "-lc", "LINE"].',
+    {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "working_directory": {"type": "string"},
+            "timeout_ms": {"type": "integer"},
+            "env": {"type": "object", "additionalProperties": {"type": "string"}},
+            "user": {"type": "string"},
+        },
+        "required": ["command"],
+    },
+)
+"""What the model sees of a tool that has no description on the wire."""
+
+
+class ShellAction(Wire):
+    """What a call of the local shell does, on the wire beside ``type``; for the model these are the arguments."""
+
+    command: Items[str] = Field(min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
 
 
 @dataclass(frozen=True)
 class ToolNames:
-    """Tools of a namespace are known to the model as ``namespace__name``; the client wants the two apart again."""
+    """Tools of a namespace are known to the model as ``namespace__name``; the client wants the two apart again.
+    ``shell``: calls of that name are the local shell's."""
 
     qualified: Mapping[str, tuple[str, str]]
     """Model's name -> (namespace, name)."""
+    shell: str = ""
 
     def split(self, name: str) -> tuple[str, str]:
         """(namespace or "", name) of a call the model made."""
@@ -79,6 +113,7 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
     """The model's tools. Raises ApiError when two have the same name."""
     tools: list[Tool] = []
     qualified: dict[str, tuple[str, str]] = {}
+    shell = ""
     for item in items:
         match item:
             case _Namespace():
@@ -88,12 +123,15 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
                     tools.append(_tool(nested, name))
             case _FunctionTool() | _CustomTool():
                 tools.append(_tool(item, item.name))
+            case _LocalShell():
+                shell = LOCAL_SHELL.name
+                tools.append(LOCAL_SHELL)
             case _Ignored():
                 pass
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools: tool names must be unique", "tools")
-    return tuple(tools), ToolNames(qualified)
+    return tuple(tools), ToolNames(qualified, shell)
 
 
 def told_tools(raw: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

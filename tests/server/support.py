@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,32 @@ async def serving(
             await client.close()
             await task
             listener.close()
+
+
+@contextmanager
+def served(
+    family: Family, answers: Callable[[Request], Answer] | str
+) -> Iterator[tuple[Server, asyncio.AbstractEventLoop]]:
+    """In a thread, with that loop: for tests that are not asynchronous."""
+    up, stop = threading.Event(), asyncio.Event()
+    made: list[tuple[Server, asyncio.AbstractEventLoop]] = []
+
+    async def serve() -> None:
+        async with serving(family, answers) as server:
+            made.append((server, asyncio.get_running_loop()))
+            up.set()
+            await stop.wait()
+            await asyncio.wait_for(server.idle(), 30)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield made[0]
+    finally:
+        made[0][1].call_soon_threadsafe(stop.set)
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def events(body: str) -> list[tuple[str, str]]:

@@ -125,21 +125,6 @@ def _entries(choice: Any) -> list[Any]:
     return list(choice.logprobs.content or ()) if choice.logprobs is not None else []
 
 
-async def test_stop_strings(family: Family) -> None:
-    async with serving(family, "</think>\n\none two three<|im_end|>") as server:
-        client = server.openai()
-        one = await client.chat.completions.create(model="local-moe", messages=[USER], stop=" two")
-        none = await client.chat.completions.create(model="local-moe", messages=[USER], stop=["four"])
-    assert (one.choices[0].message.content, one.choices[0].finish_reason) == ("one", "stop")
-    assert none.choices[0].message.content == "one two three"
-
-
-async def test_length(family: Family) -> None:
-    async with serving(family, "</think>\n\none two three<|im_end|>") as server:
-        completion = await server.openai().chat.completions.create(model="local-moe", messages=[USER], max_tokens=6)
-    assert completion.choices[0].finish_reason == "length"
-
-
 async def test_a_budget_beyond_the_context_is_cut(family: Family) -> None:
     async with serving(family, "</think>\n\nHi<|im_end|>", context_length=300) as server:
         await server.openai().chat.completions.create(model="local-moe", messages=[USER], max_tokens=100_000)
@@ -162,28 +147,6 @@ async def test_thinking_can_be_switched_off(family: Family) -> None:
             model="local-moe", messages=[USER], extra_body={"reasoning_effort": "none"}
         )
     assert completion.choices[0].message.content == "Hi"
-
-
-async def test_history_reaches_the_prompt_in_order(family: Family) -> None:
-    messages: list[Any] = [
-        {"role": "developer", "content": "ALPHA"},
-        {"role": "user", "content": [{"type": "text", "text": "BETA"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "GAMMA",
-            "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "DELTA"}'}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "EPSILON"}]},
-    ]
-    async with serving(family, "</think>\n\nok<|im_end|>") as server:
-        await server.openai().chat.completions.create(model="local-moe", messages=messages, tools=[LS])
-        text = family.tokenizer.decode(server.worker.requests[0].tokens)
-    places = [text.find(mark) for mark in ("ALPHA", "BETA", "GAMMA", "DELTA", "EPSILON")]
-    assert -1 not in places, text
-    assert places == sorted(places), text
 
 
 async def test_a_call_that_the_model_breaks_off_wants_an_answer(family: Family) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
@@ -48,19 +47,6 @@ async def test_a_stream(family: Family) -> None:
     assert "".join(piece.arguments or "" for piece in pieces) == '{"path": "/"}'
     assert chunks[-1].choices[0].finish_reason == "function_call"
     assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_synchronous_sdk(family: Family, stream: bool) -> None:
-    def work(url: str) -> str | None:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0) as client:
-            made: Any = client.chat.completions.create(messages=HI, stream=stream, **ASK)
-            last = list(made)[-1] if stream else made
-            reason: str | None = last.choices[0].finish_reason
-            return reason
-
-    async with serving(family, ANSWER) as server:
-        assert await asyncio.to_thread(work, server.url) == "function_call"
 
 
 async def test_a_function_is_demanded_or_none(family: Family) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import openai
@@ -214,18 +213,6 @@ async def test_one_failure_ends_all_answers(family: Family) -> None:
         await server.idle()
         assert len(server.worker.aborted) == 1
         assert server.state.counters.open_generations == 0
-
-
-def test_the_synchronous_sdk(family: Family) -> None:
-    def work(url: str) -> str:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0) as client:
-            return client.completions.create(**MODEL, prompt="x").choices[0].text
-
-    async def serve() -> str:
-        async with serving(family, SAID) as server:
-            return await asyncio.to_thread(work, server.url)
-
-    assert asyncio.run(serve()) == TEXT
 
 
 async def test_no_tokens_at_all_give_back_the_prompt(family: Family) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +68,6 @@ async def test_a_stored_response_can_be_looked_at_and_deleted(family: Family) ->
     assert (item.type, item.content[0].text) == ("message", "Hi")  # type: ignore[union-attr]
     assert lost.value.code == "previous_response_not_found"
     assert lost.value.param == "previous_response_id"
-
-
-async def test_the_synchronous_sdk(family: Family) -> None:
-    def work(url: str) -> None:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0) as client:
-            made = client.responses.create(model="local-moe", input="Hi")
-            with client.responses.stream(model="local-moe", input="More", previous_response_id=made.id) as stream:
-                for _ in stream:
-                    pass
-                last = stream.get_final_response()
-            assert client.responses.retrieve(last.id).output_text == "Hello"
-            assert len(list(client.responses.input_items.list(last.id, order="asc"))) == 4
-            client.responses.delete(made.id)
-
-    async with serving(family, HELLO) as server:
-        await asyncio.to_thread(work, server.url)
 
 
 async def test_what_is_not_to_be_stored_is_not(family: Family) -> None:

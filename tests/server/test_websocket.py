@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -127,20 +126,6 @@ async def test_the_sdk_talks_over_a_socket(family: Family) -> None:
                     break
         over_http = await server.openai().responses.create(model="local-moe", input="Hi", stream=True)
         assert kinds == [event.type async for event in over_http]
-
-
-async def test_the_synchronous_sdk_talks_over_a_socket(family: Family) -> None:
-    def talk(url: str) -> str:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0)
-        with client, client.responses.connect() as connection:
-            connection.response.create(model="local-moe", input="Hi")
-            for event in connection:
-                if event.type == "response.completed":
-                    return event.response.output_text
-        return ""
-
-    async with serving(family, HELLO) as server:
-        assert await asyncio.to_thread(talk, server.url) == "Hello"
 
 
 async def test_what_cannot_be_begun_is_an_event_and_the_socket_goes_on(family: Family) -> None:
