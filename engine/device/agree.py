@@ -89,8 +89,9 @@ def _logits(runner: Runner, tokens: Sequence[int], first: int) -> Tensor:
     out, table = [], range(-(-len(tokens) // PAGE))
     for start in range(0, len(tokens), CHUNK):
         rows = Rows(tokens[start : start + CHUNK], start, table, 1)
-        wanted = torch.arange(max(first - start, 0), min(len(tokens) - 1 - start, len(rows.tokens)))
-        out.append(runner.model.forward(replace(make_batch([rows]), logit_rows=wanted), runner.cache))
+        wanted = [row for row in range(len(rows.tokens)) if first <= start + row < len(tokens) - 1]
+        batch = replace(make_batch([rows]), logit_rows=torch.tensor(wanted, dtype=torch.int64))
+        out.append(runner.model.forward(batch, runner.cache))
     return torch.cat(out)
 
 
@@ -150,6 +151,8 @@ class Led:
         self._scores = torch.zeros(layers, CHUNK + FEW, experts, device=device)
         self._ids = torch.zeros(layers, CHUNK + FEW, ranks, dtype=torch.int32, device=device)
         self._calls = 0
+        self._going: dict[int, tuple[Known, int]] = {}
+        """By state slot: what was said there last, and up to where."""
         self.errors = {"prefill": Errors(), "decode": Errors()}
 
     @contextmanager
@@ -184,8 +187,13 @@ class Led:
         runner.score = compared  # type: ignore[method-assign]
 
     def _find(self, part: Rows) -> Known:
-        end = part.position + len(part.tokens)
-        return next(one for one in self._known.values() if one.tokens[part.position : end] == list(part.tokens))
+        """Which request goes on here. One token may be that of several."""
+        begin, end = part.position, part.position + len(part.tokens)
+        said, at = self._going.get(part.slot, (None, -1))
+        if said is None or at != begin:
+            said = next(one for one in self._known.values() if one.tokens[begin:end] == list(part.tokens))
+        self._going[part.slot] = said, end
+        return said
 
     def _route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         layer, rows = self._calls % len(self._scores), logits.shape[0]

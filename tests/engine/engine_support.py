@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine.api import (
 )  # fmt: skip
 from engine.grammar import Grammars
 from engine.loading import load_engine
+from engine.memory.audit import audit, audit_at_rest
 from engine.memory.memory import Memory
 from engine.sampling import Logits
 from engine.scheduler import Scheduler
@@ -122,40 +122,10 @@ class Bench:
 
     def check(self) -> None:
         """Every page and slot is accounted for exactly once, and none is held when nothing runs."""
-        check_memory(self.memory)
+        audit(self.memory)
         assert self.stats()["restored_unused"] == 0
         if self.scheduler.idle:
-            assert not self.memory.draining
-            assert self.memory.pool.held_pages == 0
-            assert len(self.memory.free_live) == self.config.max_sequences
-
-
-def check_memory(memory: Memory) -> None:
-    pool, index, checkpoints = memory.pool, memory.index, memory.checkpoints
-    nodes = list(index.nodes())
-    keepers = Counter(node.page for node in nodes)
-    assert index.pages == len(nodes)
-    free = held = 0
-    for page in range(pool.total):
-        holders, kept = pool.counts(page)
-        assert kept == keepers[page], page
-        free += holders == 0 and kept == 0
-        held += holders > 0
-    assert (pool.free, pool.held_pages) == (free, held)
-    attached = [one for node in nodes for one in node.checkpoints.values()]
-    assert set(attached) == checkpoints.all and len(attached) == len(checkpoints.all)
-    assert len({one.slot for one in attached}) == len(attached)
-    for node in nodes:
-        assert node.parent is not None and node in node.parent.children
-        for offset, one in node.checkpoints.items():
-            assert one.node is node and (one.position - 1) % 64 + 1 == offset <= len(node.tokens) // 4
-        siblings = [child.tokens for child in node.children]
-        assert not any(a.startswith(b) for a in siblings for b in siblings if a is not b)
-        assert siblings == sorted(siblings)
-    for one in attached:
-        assert one.node.parent is not None
-        assert one.node.parent.tails[one.node.tokens[: 4 * ((one.position - 1) % 64 + 1)]] is one
-    assert sum(len(node.tails) for node in {node.parent for node in nodes if node.parent}) == len(attached)
+            audit_at_rest(self.memory, self.config.max_sequences)
 
 
 def pending_slots(memory: Memory) -> int:
@@ -174,6 +144,6 @@ def prompt(seed: int, length: int, vocab: int = 256) -> list[int]:
 
 
 __all__ = [
-    "ARCHITECTURES", "GREEDY", "Anchor", "Bench", "Outcome", "Sampling", "Watch", "check_memory", "pending_slots",
+    "ARCHITECTURES", "GREEDY", "Anchor", "Bench", "Outcome", "Sampling", "Watch", "audit", "pending_slots",
     "prompt", "replace", "same_bits",
 ]  # fmt: skip

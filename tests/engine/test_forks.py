@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_support import ARCHITECTURES, GREEDY, Bench, check_memory, prompt, replace, same_bits
+from engine_support import ARCHITECTURES, GREEDY, Bench, audit, prompt, replace, same_bits
 
 from engine.memory.keys import encode
 from engine.memory.memory import Memory
@@ -36,7 +36,7 @@ def turn(memory: Memory, tokens: list[int], session: str = "s") -> int:
     assert memory.grow(lease, len(tokens))
     memory.advance(lease, tokens, len(tokens))
     memory.close(lease, tokens, len(tokens), TIP)
-    check_memory(memory)
+    audit(memory)
     return plan.position
 
 
@@ -67,11 +67,11 @@ def test_a_checkpoint_outlives_the_branch_that_left_it() -> None:
     for child in list(home.children):
         memory.index.remove(child)
     memory.index.remove(home)
-    check_memory(memory)
+    audit(memory)
     assert tip in memory.checkpoints.all and tip.node is not home
     assert memory.plan(encode(stem + prompt(4, 9)), "").position == 100
     while memory.index.evict(side=False):
-        check_memory(memory)
+        audit(memory)
     assert not memory.checkpoints.all and memory.checkpoints.free == 8
 
 
@@ -88,7 +88,7 @@ def test_a_pin_within_a_page_is_renewed_and_released_from_any_branch() -> None:
         slot = memory.reserve_slot(lease, TIP)
         assert slot is not None and memory.capture(lease, tokens, 100, slot, Want("again", 1.0))
         memory.close(lease, tokens, 180, TIP)
-        check_memory(memory)
+        audit(memory)
         (pinned,) = (one for one in memory.checkpoints.all if one.position == 100)
         assert pinned.want.pinned and pinned.want.kind == "here"
     turn(memory, stem + prompt(3, 80) + [5])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_support import check_memory, prompt
+from engine_support import audit, prompt
 
 from engine.memory.index import Node, PageIndex
 from engine.memory.keys import encode
@@ -192,7 +192,7 @@ def test_the_page_that_gives_way_is_the_least_valuable(
             memory.close(lease, tokens, len(tokens), TIP)
         else:
             memory.close(lease, tokens, plan.position, TIP)
-        check_memory(memory)
+        audit(memory)
         assert index.side_pages() == sum(node.side and not pool.held(node.page) for node in index.nodes())
     assert index.evicted > 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_support import check_memory, pending_slots, prompt
+from engine_support import audit, pending_slots, prompt
 
 from engine.memory.history import History, Known
 from engine.memory.index import Node
@@ -125,11 +125,11 @@ def test_random_lives(recurrent: bool, seed: int) -> None:
                 running.pop(number)
         if rng.random() < 0.1:
             change_size(memory, store, rng.randint(4, 60), rng.randint(0, 12) if recurrent else 0)
-        check_memory(memory)
+        audit(memory)
         assert pending_slots(memory) == 0
     for lease, tokens, fed in running:
         memory.close(lease, tokens, fed, TIP)
-    check_memory(memory)
+    audit(memory)
     assert memory.pool.held_pages == 0 and len(memory.free_live) == 3
     assert memory.index.evicted > 0
 
@@ -151,7 +151,7 @@ def test_a_key_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
         store.feed(lease, tokens, plan.position, 200)
         memory.advance(lease, tokens, 200)
         memory.close(lease, tokens, 200, TIP)
-        check_memory(memory)
+        audit(memory)
 
 
 def test_keys_are_a_chain_seeded_by_fingerprint_and_namespace() -> None:
@@ -244,7 +244,7 @@ def test_a_superseded_tip_goes_before_the_rest() -> None:
             memory.advance(lease, tokens, 71)
         memory.close(lease, tokens, len(tokens), TIP)
     assert {one.position for one in memory.checkpoints.all} >= {70, len(tokens)}
-    check_memory(memory)
+    audit(memory)
 
 
 def test_equal_checkpoints_are_thinned_where_they_are_dense() -> None:

@@ -19,7 +19,7 @@ from engine_support import (
     Bench,
     Outcome,
     Sampling,
-    check_memory,
+    audit,
     prompt,
     replace,
     same_bits,
@@ -324,7 +324,7 @@ def test_a_first_chunk_that_finds_no_page_waits_for_the_reads(tiny: Callable[...
         assert same_bits(outcome.logits, Bench(directory).ask(tokens, SHORT).logits)
         assert outcome.reuse.resumed == 300 and outcome.reuse.cause == "none"
     assert bench.scheduler.idle and again.reading == 0 and not any(one.holds for one in again.extents)
-    check_memory(bench.memory)
+    audit(bench.memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

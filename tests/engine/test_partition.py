@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from engine_support import check_memory, pending_slots, prompt
+from engine_support import audit, pending_slots, prompt
 
 from engine.device.arena import Arena, FixedArena, Shapes
 from engine.device.memory import Sizes, allocate
@@ -129,7 +129,7 @@ class Machine:
         return float(values[0])
 
     def check(self) -> None:
-        check_memory(self.memory)
+        audit(self.memory)
         assert pending_slots(self.memory) == 0
         self.residency.check()
         arena, sizes = self.arena, self.arena.sizes
