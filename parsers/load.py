@@ -18,7 +18,7 @@ from parsers.format import Effort, Format, Tolerances
 from parsers.grammar import Demand, Tokens, constraint
 from parsers.messages import native_id
 from parsers.probe import Fit, Mismatch, Probe, examine
-from parsers.render import Prompt, Renderer, RenderError, Span, SpanKind
+from parsers.render import Prompt, RenderError, Span, SpanKind
 from parsers.response_template import ResponseTemplateError, read_response_template, response_format
 from parsers.stream import StreamParser, Wire
 from parsers.template import ChatTemplate, TemplateAbsent, TemplateMissing
@@ -39,11 +39,12 @@ class FamilyError(Exception):
 class Family:
     """Renders conversations for one checkpoint and parses what it samples. Safe to share between threads."""
 
-    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, probe: Probe) -> None:
+    def __init__(self, fit: Fit, tokenizer: Tokenizer) -> None:
+        renderer = fit.renderer
         self.format: Format = renderer.format
         self.name = self.format.name
         self.tokenizer = tokenizer
-        self.probe = probe
+        self.probe = fit.probe
         self.identity = renderer.identity
         """Tokens sampled under one identity mean nothing under another. 16 bytes."""
         self._renderer = renderer
@@ -159,20 +160,13 @@ def load_family(directory: Path, family: str | None = None) -> Family:
         templates = _templates(directory, (named,) if named else FORMATS)
     except (TokenizerError, TemplateMissing) as error:
         raise FamilyError(str(error)) from error
-    comparison = _compare(directory, tokenizer, templates)
     try:
-        return Family(comparison.best.renderer, tokenizer, comparison.best.probe)
+        return Family(_compare(directory, tokenizer, templates).best, tokenizer)
     except Mismatch as mismatch:
         raise FamilyError(
             f"the chat template of {directory} fits {f'not {family}' if family else 'no known family'}: {ADVICE}\n  "
             f"{mismatch}"
         ) from mismatch
-
-
-def choose(tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Family:
-    """The family whose format fits its template best. Raises Mismatch."""
-    best = _comparison(tokenizer, templates).best
-    return Family(best.renderer, tokenizer, best.probe)
 
 
 @dataclass(frozen=True)
@@ -204,7 +198,7 @@ def compare(directory: Path) -> Comparison:
 
 def _compare(directory: Path, tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
     """Where no format fits, the tokenizer's own metadata may give one."""
-    known = _comparison(tokenizer, templates)
+    known = comparison(tokenizer, templates)
     metadata = read_response_template(directory) if not known.fits and len(templates) > 1 else None
     if metadata is None:
         return known
@@ -215,7 +209,8 @@ def _compare(directory: Path, tokenizer: Tokenizer, templates: Sequence[tuple[Fo
         return Comparison([], {**known.reasons, str(error): ["response_template"]})
 
 
-def _comparison(tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
+def comparison(tokenizer: Tokenizer, templates: Sequence[tuple[Format, Encoder]]) -> Comparison:
+    """Of these formats, each with its template."""
     fits: list[Fit] = []
     reasons: dict[str, list[str]] = {}
     for wire_format, template in templates:

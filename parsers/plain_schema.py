@@ -7,53 +7,58 @@ parser keep the whole schema.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-_DEPTH = 16
+from parsers.schema import target
+
+_DEPTH = 32
+_PLACES = 2000
+"""Descriptions in one schema; those beyond say nothing."""
+_UNIONS = ("anyOf", "oneOf", "allOf")
+_Path = tuple[object, ...]
+"""References that were followed to get somewhere, None for each step without one."""
 
 
 def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"properties": {}, "required": [], **_plain({"type": "object", **schema}, schema, 0)}
+    plain = _plain({"type": "object", **schema}, schema, (), iter(range(_PLACES)))
+    return {"properties": {}, "required": [], **plain}
 
 
-def _plain(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    if not isinstance(schema, Mapping) or depth > _DEPTH:
+def _plain(schema: Any, root: Mapping[str, Any], path: _Path, places: Iterator[int]) -> dict[str, Any]:
+    if not isinstance(schema, Mapping) or next(places, None) is None:
         return {"type": "string", "description": ""}
-    schema = _chosen(_followed(schema, root, depth), root, depth)
+    schema, path = _chosen(schema, root, path)
     plain: dict[str, Any] = {
         "description": "",
-        **{k: v for k, v in schema.items() if k not in ("$defs", "definitions")},
+        **{key: value for key, value in schema.items() if key not in ("$defs", "definitions")},
     }
     plain["type"] = _type(schema)
     properties = schema.get("properties")
     if isinstance(properties, Mapping):
-        plain["properties"] = {key: _plain(value, root, depth + 1) for key, value in properties.items()}
+        plain["properties"] = {key: _plain(value, root, path, places) for key, value in properties.items()}
     if plain["type"] == "array" or "items" in schema:
-        plain["items"] = _plain(schema.get("items", {}), root, depth + 1)
+        plain["items"] = _plain(schema.get("items", {}), root, path, places)
     return plain
 
 
-def _followed(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+def _chosen(schema: Mapping[str, Any], root: Mapping[str, Any], path: _Path) -> tuple[dict[str, Any], _Path]:
+    """With what it refers to, of which only the type is told inside itself, and of alternatives the first that is not
+    null."""
     reference = schema.get("$ref")
-    if not isinstance(reference, str) or depth > _DEPTH:
-        return schema
-    found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    rest = {key: value for key, value in schema.items() if key != "$ref"}
-    return _followed({**found, **rest}, root, depth + 1) if isinstance(found, Mapping) else rest
-
-
-def _chosen(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-    for union in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(union)
-        if isinstance(options, list):
-            rest = {key: value for key, value in schema.items() if key != union}
-            kinds = [_followed(option, root, depth + 1) for option in options if isinstance(option, Mapping)]
-            wanted = [kind for kind in kinds if kind.get("type") != "null"]
-            return {**(wanted[0] if wanted else {}), **rest}
-    return schema
+    options = [target(reference, root)]
+    if reference in path and isinstance(options[0], Mapping):
+        options = [{key: options[0][key] for key in ("type", "description") if key in options[0]}]
+    for union in _UNIONS:
+        options += schema[union] if isinstance(schema.get(union), list) else []
+    own = {key: value for key, value in schema.items() if key not in ("$ref", *_UNIONS)}
+    path = (*path, reference)
+    for option in options if len(path) < _DEPTH else ():
+        if isinstance(option, Mapping):
+            first, inside = _chosen(option, root, path)
+            if first.get("type") != "null":
+                return {**first, **own}, inside
+    return own, path
 
 
 def _type(schema: Mapping[str, Any]) -> str:

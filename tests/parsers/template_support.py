@@ -12,7 +12,7 @@ import pytest
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.encoders.registry import ENCODERS
 from parsers.families.registry import FORMATS
-from parsers.load import Family, Prompt, choose
+from parsers.load import Family, Prompt, comparison
 from parsers.template import ChatTemplate
 from tests.parsers.parser_support import TEMPLATES, parse
 from tests.parsers.wire_support import machine
@@ -34,10 +34,12 @@ TURN = Turn("assistant", (Thinking("Hm hm."), Text("I look."), CALL))
 def family(name: str) -> Family:
     tokenizer = machine(name).tokenizer
     if name in ENCODERS:
-        return choose(tokenizer, [(one, ENCODERS[name]) for one in FORMATS if one.encoder == name])
-    path = next(p for p in (OURS / f"{name}.jinja", TEMPLATES / f"{name}.jinja") if p.is_file())
-    template = ChatTemplate(path.read_text(encoding="utf-8"), {}, datetime(2001, 2, 3))
-    return choose(tokenizer, [(one, template) for one in FORMATS])
+        templates = [(one, ENCODERS[name]) for one in FORMATS if one.encoder == name]
+    else:
+        path = next(p for p in (OURS / f"{name}.jinja", TEMPLATES / f"{name}.jinja") if p.is_file())
+        template = ChatTemplate(path.read_text(encoding="utf-8"), {}, datetime(2001, 2, 3))
+        templates = [(one, template) for one in FORMATS]
+    return Family(comparison(tokenizer, templates).best, tokenizer)
 
 
 def with_turns(*turns: Turn) -> Conversation:

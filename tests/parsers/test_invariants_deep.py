@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parsers import test_grammar as grammar
 from tests.parsers import test_invariants as quick
 
 deep = settings(quick.quick, max_examples=300)
@@ -48,3 +49,11 @@ def test_every_cut_gives_a_prefix(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_every_prefix_of_the_arguments(name: str, data: st.DataObject) -> None:
     inner(quick.test_every_prefix_of_the_arguments_is_one_of_the_json)(name=name, data=data)
+
+
+def test_answers_of_a_grammar_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "SEEDS", range(3, 40))
+    grammar.test_a_demanded_call_parses_as_one(name)
+    grammar.test_a_named_tool_is_called_once(name)
+    grammar.test_strict_tools_among_free_text(name)
+    grammar.test_text_by_a_schema_or_calls(name)

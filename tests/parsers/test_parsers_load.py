@@ -13,7 +13,7 @@ import pytest
 
 from parsers.conversation import Conversation, Role, Text, Thinking, ToolCall, ToolOutput, Turn
 from parsers.families.hermes import HERMES
-from parsers.load import Family, FamilyError, choose, load_family
+from parsers.load import Family, FamilyError, comparison, load_family
 from parsers.template import ChatTemplate, TemplateMissing, TemplateRefusal
 from parsers.tokens import Tokenizer, TokenizerError
 from tests.parsers.parser_support import PLAIN_CHATML, TEMPLATES, TOOLS, checkpoint
@@ -228,7 +228,7 @@ def test_watches_are_spelled_as_in_the_middle_of_a_text(kind: str) -> None:
         description["added_tokens"].append({"id": token, "content": text, "special": True} | flags)
     tokenizer = Tokenizer(description)
     template = ChatTemplate((TEMPLATES / "hermes.jinja").read_text(encoding="utf-8"), {})
-    family = choose(tokenizer, [(HERMES, template)])
+    family = Family(comparison(tokenizer, [(HERMES, template)]).best, tokenizer)
     spelled = [tokenizer.decode(ids) for ids, kind in family.watches if kind != "turn_end"]
     assert spelled == ["</think>", "<tool_call>", "</tool_call>"]
     assert tuple(tokenizer.encode_trusted("x</think>")[-7:]) == family.watches[0][0]

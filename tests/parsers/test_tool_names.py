@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from parsers.conversation import Tool, ToolCall
 from parsers.families.registry import FORMATS
 from parsers.grammar import Demand, GrammarError
+from parsers.plain_schema import plain_schema
 from tests.parsers.grammar_support import grammar, walk
 from tests.parsers.parsed import TOOL
 from tests.parsers.wire_support import NAMES, machine
@@ -60,3 +63,14 @@ def test_a_grammar_has_every_name_that_can_be_told_and_refuses_the_others(name: 
 
 def test_there_is_no_tool_without_a_name() -> None:
     assert not any(form.can_call(name) for form in FORMATS for name in ("", " ", "x" * 201))
+
+
+def test_a_plain_schema_follows_each_reference_once_and_has_an_end() -> None:
+    again = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}
+    node = {"type": "object", "properties": {"l": again, "r": again}}
+    plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/a"}, "none": {"$ref": "#/no"}}, "$defs": {"a": node}})
+    described = {"type": "object", "description": ""}
+    assert plain["properties"]["a"] == {**described, "properties": {"l": described, "r": described}}
+    assert plain["properties"]["none"] == {"type": "string", "description": ""}
+    doubling = {str(n): {"items": {"properties": {k: {"$ref": f"#/$defs/{n + 1}"} for k in "lr"}}} for n in range(99)}
+    assert len(json.dumps(plain_schema({"items": {"$ref": "#/$defs/0"}, "$defs": doubling}))) < 300_000
