@@ -97,16 +97,19 @@ class Prefill:
             self._ask(x, ids, weights, layer)
 
         y, last = torch.zeros_like(x), -(-self._pool.experts // self._half)
+        beside = ahead and last == 1
+        if ahead and not beside:  # a half is full of what came ahead
+            last -= 1
         more = layer + 1 < self._pool.layers and self.streams(rows)
         come: torch.Event | None = None
         for wave in range(last + 1):
-            if more and wave == last and not (ahead and last == 1):
+            if more and wave == last and not beside:
                 self._turn ^= 1  # the half whose experts the wave before has computed
                 self._bring_ahead(counts, layer + 1, beside=False)
             self._side.join(come)
             if wave < last:
                 come = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0)
-            if more and ahead and last == 1 and wave == 0:
+            if more and beside and wave == 0:
                 self._bring_ahead(counts, layer + 1, beside=True)
             timed = layer == _PROBED and wave == 0
             if timed:
@@ -165,9 +168,12 @@ class Prefill:
 
     def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> list[_Part]:
         return [
-            _Part(at, x[at].to(self._product), ids[at], weights[at], *grouped.sort_pairs(ids[at], self._pool.experts))
+            _Part(
+                at, grouped.arrange(x[at], self._pool.layout, self._product), ids[at], weights[at],
+                *grouped.sort_pairs(ids[at], self._pool.experts),
+            )
             for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK))
-        ]
+        ]  # fmt: skip
 
     def _ask(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> None:
         """The CPU for its experts of all rows."""
@@ -202,16 +208,14 @@ class Prefill:
         layout, pairs = self._pool.layout, part.ids.numel()
         groups = grouped.Groups(part.order, part.start, where)
         inner, out = part.x.new_empty(pairs, layout.inner), part.x.new_empty(pairs, layout.hidden)
-        some = torch.empty_like(y[part.rows])
         grouped.gate_up(part.x, self._slots, layout, groups, inner)
         grouped.down(inner, self._slots, layout, groups, out)
-        grouped.combine_pairs(out, part.ids, where, part.weights, some)
-        y[part.rows] += some
+        grouped.combine_pairs(out, part.ids, where, part.weights, y[part.rows], add=True)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a call whose pairs are sorted together; ``x`` in the precision of the products."""
+    """Rows of a call whose pairs are sorted together; ``x`` as ``grouped.arrange`` gives it."""
 
     rows: slice
     x: Tensor

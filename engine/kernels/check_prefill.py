@@ -120,14 +120,14 @@ def products(draw: Draws) -> Iterator[Result]:
             x, weights = draw(rows, HIDDEN), draw(rows, 8)
             h, out = x.new_zeros(rows * 8, inner).bfloat16(), x.new_zeros(rows * 8, HIDDEN).bfloat16()
             y, want_y = torch.empty_like(x), torch.empty_like(x).cpu()
-            grouped.gate_up(x.bfloat16(), slots, layout, groups, h)
+            grouped.gate_up(grouped.arrange(x, layout, h.dtype), slots, layout, groups, h)
             grouped.down(h, slots, layout, groups, out)
             grouped.combine_pairs(out, ids, slot, weights, y)
             want_h, want = torch.zeros(h.shape), torch.zeros(out.shape)
             grouped_twin.gate_up(x.cpu(), blobs, layout, cpu, want_h)
             grouped_twin.down(want_h, blobs, layout, cpu, want)
             grouped_twin.combine_pairs(want, ids.cpu(), slot.cpu(), weights.cpu(), want_y)
-            yield f"{name}, {rows} rows, gate_up", h, want_h, 1e-2
+            yield f"{name}, {rows} rows, gate_up", h, grouped.arrange(want_h.to(GPU), layout, h.dtype), 1e-2
             yield f"{name}, {rows} rows, down", out, want, 1e-2
             yield f"{name}, {rows} rows, sum", y, want_y, 1e-2
 

@@ -32,10 +32,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Tile:
-    """``pairs`` x ``columns`` of a product, ``k`` at a time. ``columns`` counts rows of the blob: of gate_up, half of
-    them are gates."""
+    """``pairs`` x ``columns`` of a product, ``k`` at a time; an expert's last one may have only ``small`` pairs.
+    ``columns`` counts rows of the blob: of gate_up, half of them are gates."""
 
     pairs: int
+    small: int
     columns: int
     k: int
     warps: int
@@ -45,16 +46,13 @@ class Tile:
 FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
-    "bf16": (Tile(16, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4)),
-    "int8": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
-    "mxfp4": (Tile(16, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+    "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 4)),
+    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(256, 64, 128, 64, 8, 3)),
+    "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
 }
-"""Decoding a block takes about as long as its product: there, two programs share a multiprocessor. The largest tile
-takes 192 KB of shared memory, and those of few pairs less than 100."""
-HALVED = 128
-"""Pairs of a tile from which on an expert's last one may be half as large."""
-SUMS = 1024
-"""Numbers that one program adds up."""
+"""The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""
+SUMS, ARRANGED = 1024, 2048
+"""Numbers that one program adds up, or puts in order."""
 
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
 
@@ -79,68 +77,97 @@ def _expert_of(start, number, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexp
 
 
 @triton.jit
-def _scales(words, KIND: tl.constexpr, K: tl.constexpr):
-    """Of every word of a tile's columns, as they are stored; loaded a tile ahead of their words, since they are too
-    small to come through shared memory. ``words`` [columns]: where the tile's first block of each column's panel is."""
-    column = tl.arange(0, words.shape[0])[:, None] % 32
-    if KIND == 0:
-        scales = tl.zeros((1, 1), tl.int32)
-    elif KIND == 1:
-        at = words.to(tl.pointer_type(tl.float16))[:, None] + tl.arange(0, K // 4)[None, :] // 8 * 544
-        scales = tl.load(at + column)
-    else:
-        at = words.to(tl.pointer_type(tl.uint8))[:, None] + tl.arange(0, K // 8)[None, :] // 4 * 544
-        scales = tl.load(at + column)
-    return scales
+def _pairs(packed):
+    """[..., 2]: the two bfloat16 in every int32, which are registers of a product as they are."""
+    low = packed.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (packed >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
-def _int8(data, factor, BYTE: tl.constexpr, like):
-    # 2^23 + code + 128 as a float, without a conversion
-    code = ((data >> (8 * BYTE)) & 255) | 0x4B000000
-    return ((code.to(tl.float32, bitcast=True) - 8388736.0) * factor).to(like.dtype)
+def _int8(data, scale, ODD: tl.constexpr, half: tl.constexpr):
+    """Weights [..., 2] of bytes ODD and ODD + 2 of words; ``scale``: the bits of float16."""
+    factor = (scale & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if half == tl.bfloat16:
+        # scales are positive and have 11 bits: 8 of them, and the rest
+        high = factor.to(tl.int32, bitcast=True) & -65536
+        low = (factor - high.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        # A code is 128 + its lower bits, less 128 or, if it is negative, 256. Times a scale of two bfloat16.
+        weights = tl.inline_asm_elementwise(
+            """{ .reg .b32 code, less, one, zero;
+            lop3.b32 code, $1, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 less, $1, 0x00800080, 0x43004300, 0xEA;
+            mov.b32 one, 0xBF80BF80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 code, less, one, code;
+            fma.rn.bf16x2 less, code, $3, zero;
+            fma.rn.bf16x2 $0, code, $2, less; }""",
+            "=r,r,r,r", [data >> (8 * ODD), high | (high >> 16), low | (low >> 16)], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        return _pairs(weights)
+    first, second = (data << (24 - 8 * ODD)) >> 24, (data << (8 - 8 * ODD)) >> 24
+    return tl.join((first.to(tl.float32) * factor).to(half), (second.to(tl.float32) * factor).to(half))
 
 
 @triton.jit
-def _mxfp4(data, factor, K: tl.constexpr, like):
-    # The code on top, then as a float: 2^-126 times what it stands for, the smallest a denormal.
-    code = data << (28 - (K % 4 * 8 + K // 4 * 4))
-    value = ((code & -2147483648) | ((code >> 6) & 0x1C00000)).to(tl.float32, bitcast=True)
-    return (value * 8.507059173023462e37 * factor).to(like.dtype)
+def _mxfp4(data, scale, PLACE: tl.constexpr, half: tl.constexpr):
+    """Weights [..., 2] of the nibbles of words at PLACE and PLACE + 4; ``scale``: the byte. Codes become 2^-126 times
+    what they stand for, the smallest a denormal."""
+    if half == tl.bfloat16:
+        # A product puts the sign of one copy and the rest of another where they belong.
+        nibbles = (data >> (PLACE // 2 * 8)) & (0x000F000F << (PLACE % 2 * 4))
+        codes = (nibbles * (4160 >> (PLACE % 2 * 4))) & -2118090304
+        weights = tl.inline_asm_elementwise(
+            """{ .reg .b32 codes, large;
+            mov.b32 large, 0x7E807E80;
+            mul.rn.bf16x2 codes, $1, large;
+            mul.rn.bf16x2 $0, codes, $2; }""",
+            "=r,r,r", [codes, (scale & 255) * 8388736], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return _pairs(weights)
+    factor = ((scale & 255) << 23).to(tl.float32, bitcast=True)
+    first, second = data << (28 - 4 * PLACE), data << (12 - 4 * PLACE)
+    first = ((first & -2147483648) | ((first >> 6) & 0x1C00000)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    second = ((second & -2147483648) | ((second >> 6) & 0x1C00000)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return tl.join((first * factor).to(half), (second * factor).to(half))
 
 
 @triton.jit
-def _weights(words, scales, KIND: tl.constexpr, K: tl.constexpr, like):
-    """Weights [K, columns] of a tile, with what ``_scales`` gave; ``like`` has the type of the product."""
+def _coded(words, row, KIND: tl.constexpr, K: tl.constexpr, half: tl.constexpr):
+    """Weights [columns, K] of a tile, k in the order of ``arrange``. ``words`` [columns]: where the tile's first block
+    of each column's panel is; ``row`` [columns]: which of its rows that is."""
     N: tl.constexpr = words.shape[0]
-    column = tl.arange(0, N) % 32
-    if KIND == 0:
-        at = tl.arange(0, K)[:, None] * 32 + column[None, :]
-        if like.dtype == tl.bfloat16:
-            tile = tl.load(tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16)[None, :] + at)
-        else:  # the interpreter cannot tell bfloat16 from integers
-            bits = tl.load(words.to(tl.pointer_type(tl.uint16))[None, :] + at).to(tl.int32)
-            tile = (bits << 16).to(tl.float32, bitcast=True).to(like.dtype)
-    elif KIND == 1:
-        word = tl.arange(0, K // 4)
-        at = word // 8 * 272 + 16 + word % 8 * 32
-        data = tl.load(words[:, None] + (at[None, :] + column[:, None])) ^ -2139062144
-        f = scales.to(tl.float32)
-        # Joined values stay in their thread: the k of a word in order, the most significant bit of k first.
-        even = tl.join(_int8(data, f, 0, like), _int8(data, f, 2, like))
-        odd = tl.join(_int8(data, f, 1, like), _int8(data, f, 3, like))
-        tile = tl.trans(tl.reshape(tl.join(even, odd), (N, K)))
+    G: tl.constexpr = K // 32
+    V: tl.constexpr = 8 if KIND == 1 else 4
+    SCALES: tl.constexpr = 2 if KIND == 1 else 4  # in a word
+    BLOCK: tl.constexpr = 272 if KIND == 1 else 136
+    # Scales come as whole words, too: what is smaller would not come through shared memory.
+    at = tl.arange(0, G)[None, :] * BLOCK + (row // SCALES)[:, None]
+    scale = tl.load(words[:, None] + at) >> (row % SCALES * (32 // SCALES))[:, None]
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, G, V)), (N, G * V))
+    word = tl.arange(0, G * V)
+    at = (word // V * BLOCK + 32 // SCALES + word % V * 32)[None, :] + row[:, None]
+    data = tl.load(words[:, None] + at)
+    # Every thread decodes the words that it reads, in the order in which a product takes them from its registers.
+    if KIND == 1:
+        tile = tl.join(_int8(data, scale, 0, half), _int8(data, scale, 1, half))
+        tile = tl.permute(tl.reshape(tile, (N, G, 2, 4, 2, 2)), (0, 1, 2, 5, 3, 4))
     else:
-        word = tl.arange(0, K // 8)
-        at = word // 4 * 136 + 8 + word % 4 * 32
-        data = tl.load(words[:, None] + (at[None, :] + column[:, None]))
-        f = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        zero = tl.join(_mxfp4(data, f, 0, like), _mxfp4(data, f, 4, like))
-        one = tl.join(_mxfp4(data, f, 1, like), _mxfp4(data, f, 5, like))
-        two = tl.join(_mxfp4(data, f, 2, like), _mxfp4(data, f, 6, like))
-        three = tl.join(_mxfp4(data, f, 3, like), _mxfp4(data, f, 7, like))
-        tile = tl.trans(tl.reshape(tl.join(tl.join(zero, two), tl.join(one, three)), (N, K)))
-    return tile
+        even = tl.join(_mxfp4(data, scale, 0, half), _mxfp4(data, scale, 2, half))
+        odd = tl.join(_mxfp4(data, scale, 1, half), _mxfp4(data, scale, 3, half))
+        tile = tl.permute(tl.reshape(tl.join(even, odd), (N, G, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
+    return tl.reshape(tile, (N, K))
+
+
+@triton.jit
+def _bf16(words, K: tl.constexpr, half: tl.constexpr):
+    """Weights [K, columns] of a tile; ``words`` as for ``_coded``. A panel's rows j and 16 + j are side by side."""
+    at = tl.arange(0, K)[:, None] * 32 + (tl.arange(0, words.shape[0]) % 32)[None, :]
+    if half == tl.bfloat16:
+        return tl.load(tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16)[None, :] + at)
+    # the interpreter cannot tell bfloat16 from integers
+    bits = tl.load(words.to(tl.pointer_type(tl.uint16))[None, :] + at).to(tl.int32)
+    return (bits << 16).to(tl.float32, bitcast=True).to(half)
 
 
 @triton.jit
@@ -150,171 +177,167 @@ def _part(at, b1, b2, b3, v0, v1, v2, v3):
 
 
 @triton.jit
-def _gate_up_tile(
-    x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+def _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS: tl.constexpr, DOWN: tl.constexpr):
+    """Where panels of a section have a group; in each part the down section follows gate and up. Bounds are of inner
+    columns, in blocks; a block of them is two panels of gate_up."""
+    at = group if DOWN else panel // 2
+    begin = _part(at, b1, b2, b3, 0, b1, b2, b3)
+    section = _part(at, b1, b2, b3, o0, o1, o2, o3)
+    if DOWN:
+        wide = _part(at, b1, b2, b3, b1, b2, b3, b4) - begin
+        block = 2 * wide * (hidden // 32) + panel * wide + group - begin
+    else:
+        block = (panel - 2 * begin) * (hidden // 32) + group
+    return blob + (section + block * WORDS)
+
+
+@triton.jit
+def _store_gate_up(
+    total, out, pair, end, inner, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    pair = first + tl.arange(0, PAIRS)
-    row = tl.load(order + pair, mask=pair < end, other=0) // ranks
-    k = tl.arange(0, K)
-    rows = x + row.to(tl.int64)[:, None] * hidden + k[None, :]
-    # Columns of a tile beyond the last panel read the last one again.
-    half = tl.program_id(0) * (COLUMNS // 2)
-    panel = tl.minimum(half // 16 + tl.arange(0, COLUMNS) // 32, inner // 16 - 1)
-    groups = hidden // 32
-    from_part = _part(panel, b1, b2, b3, o0, o1, o2, o3)
-    inside = panel - _part(panel, b1, b2, b3, 0, b1, b2, b3)
-    words = blob + (from_part + inside * groups * WORDS)
-    total = tl.zeros((PAIRS, COLUMNS), tl.float32)
-    scales = _scales(words, KIND, K)
-    for group in range(0, groups, K // 32):
-        part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
-        weights = _weights(words + group * WORDS, scales, KIND, K, part)
-        scales = _scales(words + tl.minimum(group + K // 32, groups - K // 32) * WORDS, KIND, K)
-        total = tl.dot(part, weights, total, input_precision="ieee")
+    """silu(gate) * up, columns in the order of ``arrange``."""
     if KIND == 0:
         gates, ups = tl.split(tl.reshape(total, (PAIRS, COLUMNS // 2, 2)))
     else:
-        both = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 2, 16)), (0, 1, 3, 2))
-        gates, ups = tl.split(tl.reshape(both, (PAIRS, COLUMNS // 2, 2)))
-    column = half + tl.arange(0, COLUMNS // 2)
-    result = gates / (1.0 + tl.exp(-gates)) * ups
-    to = pair.to(tl.int64)[:, None] * inner + column[None, :]
-    tl.store(out + to, result.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < inner)[None, :])
+        both = tl.permute(tl.reshape(total, (COLUMNS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
+        gates, ups = tl.split(both)
+    result = (gates / (1.0 + tl.exp(-gates)) * ups).to(out.dtype.element_ty)
+    if KIND == 1:
+        result = tl.permute(tl.reshape(result, (COLUMNS // 64, 2, 4, 2, 2, PAIRS)), (5, 0, 1, 4, 2, 3))
+    elif KIND == 2:
+        result = tl.permute(tl.reshape(result, (COLUMNS // 64, 4, 2, 2, 2, PAIRS)), (5, 0, 4, 2, 1, 3))
+    column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    to = out + (pair.to(tl.int64)[:, None] * inner + column[None, :])
+    tl.store(to, tl.reshape(result, (PAIRS, COLUMNS // 2)), mask=(pair < end)[:, None] & (column < inner)[None, :])
 
 
 @triton.jit
-def _gate_up(
-    x, slots, order, start, slot_of, out, stride_words, experts, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr, HALVES: tl.constexpr,
+def _store_down(
+    total, out, order, pair, end, hidden, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
-    slot = tl.load(slot_of + expert)
-    if (first < end) & (slot >= 0):
-        blob = slots + slot.to(tl.int64) * stride_words
-        if HALVES and end - first <= PAIRS // 2:
-            _gate_up_tile(
-                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
-                KIND, WORDS, PAIRS // 2, COLUMNS, K,
-            )  # fmt: skip
-        else:
-            _gate_up_tile(
-                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
-                KIND, WORDS, PAIRS, COLUMNS, K,
-            )  # fmt: skip
-
-
-@triton.jit
-def _down_words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS: tl.constexpr):
-    """Where panels of the down section have a group; in each part that section follows gate and up."""
-    begin = _part(group, b1, b2, b3, 0, b1, b2, b3)
-    wide = _part(group, b1, b2, b3, b1, b2, b3, b4) - begin
-    section = _part(group, b1, b2, b3, o0, o1, o2, o3) + (2 * wide * (hidden // 32) + group - begin) * WORDS
-    return blob + (section + panel * wide * WORDS)
-
-
-@triton.jit
-def _down_tile(
-    h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    pair = first + tl.arange(0, PAIRS)
-    k, n = tl.arange(0, K), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = h + pair.to(tl.int64)[:, None] * inner + k[None, :]
-    panel = tl.minimum(n // 32, hidden // 32 - 1)
-    total = tl.zeros((PAIRS, COLUMNS), tl.float32)
-    scales = _scales(_down_words(blob, 0, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS), KIND, K)
-    for group in range(0, inner // 32, K // 32):
-        # No tile of k is in two parts.
-        words = _down_words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS)
-        part = tl.load(rows + group * 32, mask=(pair < end)[:, None], other=0.0)
-        weights = _weights(words, scales, KIND, K, part)
-        ahead = tl.minimum(group + K // 32, inner // 32 - K // 32)
-        words = _down_words(blob, ahead, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS)
-        scales = _scales(words, KIND, K)
-        total = tl.dot(part, weights, total, input_precision="ieee")
     if KIND == 0:  # into order here: columns that lie apart are written a sector each
-        apart = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
-        total = tl.reshape(apart, (PAIRS, COLUMNS))
-    to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + n[None, :]
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (n < hidden)[None, :])
+        total = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
+        total = tl.reshape(total, (PAIRS, COLUMNS))
+    else:
+        total = tl.trans(total)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
 
 
 @triton.jit
-def _down(
-    h, slots, order, start, slot_of, out, stride_words, experts, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr, HALVES: tl.constexpr,
+def _tile(
+    x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    DOWN: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = x.dtype.element_ty
+    pair, m = first + tl.arange(0, PAIRS), tl.arange(0, COLUMNS)
+    if DOWN:
+        rows, wide, panels, row = tl.minimum(pair, end - 1), inner, hidden // 32, m % 32
+    else:
+        rows, wide, panels = tl.load(order + tl.minimum(pair, end - 1)) // ranks, hidden, inner // 16
+        row = m // 8 % 2 * 16 + m // 16 % 2 * 8 + m % 8  # a thread gets gates and ups of the same columns
+    from_x = x + (rows.to(tl.int64)[:, None] * wide + tl.arange(0, K)[None, :])
+    # What of a tile lies beyond the last pair or panel is the last one again, and is not stored.
+    panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + m // 32, panels - 1)
+    total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
+    for group in range(0, wide // 32, K // 32):
+        # No tile of k is in two parts.
+        words = _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS, DOWN)
+        part = tl.load(from_x + group * 32)
+        if KIND == 0:
+            total = tl.dot(part, _bf16(words, K, half), total, input_precision="ieee")
+        else:
+            total = tl.dot(_coded(words, row, KIND, K, half), tl.trans(part), total, input_precision="ieee")
+    if DOWN:
+        _store_down(total, out, order, pair, end, hidden, KIND, PAIRS, COLUMNS)
+    else:
+        _store_gate_up(total, out, pair, end, inner, KIND, PAIRS, COLUMNS)
+
+
+@triton.jit
+def _product(
+    x, slots, order, start, slot_of, out, stride_words, experts, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    DOWN: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    SMALL: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
     slot = tl.load(slot_of + expert)
     if (first < end) & (slot >= 0):
         blob = slots + slot.to(tl.int64) * stride_words
-        if HALVES and end - first <= PAIRS // 2:
-            _down_tile(
-                h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-                KIND, WORDS, PAIRS // 2, COLUMNS, K,
+        if SMALL < PAIRS and end - first <= SMALL:
+            _tile(
+                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+                DOWN, KIND, WORDS, SMALL, COLUMNS, K,
             )  # fmt: skip
         else:
-            _down_tile(
-                h, blob, order, out, first, end, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-                KIND, WORDS, PAIRS, COLUMNS, K,
+            _tile(
+                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+                DOWN, KIND, WORDS, PAIRS, COLUMNS, K,
             )  # fmt: skip
+
+
+@triton.jit
+def _arrange(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k, source = at % 32, at
+    if KIND == 1:  # of k the bits h u t t e, from h t t e u
+        source = at - k + (k // 16 * 16 + k // 2 % 4 * 4 + k % 2 * 2 + k // 8 % 2)
+    elif KIND == 2:  # s z t t e, from t t z e s
+        source = at - k + (k // 2 % 4 * 8 + k // 8 % 2 * 4 + k % 2 * 2 + k // 16)
+    tl.store(out + at, tl.load(x + source, mask=at < size).to(out.dtype.element_ty), mask=at < size)
+
+
+def arrange(x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """x [rows, k] in the precision of the products, each 32 k in the order in which threads decode a format's words:
+    what ``gate_up`` takes, and gives as what ``down`` takes."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        blocks = triton.cdiv(x.numel(), ARRANGED)
+        _arrange[(blocks,)](x, out, x.numel(), KIND=_KINDS[layout.format.name], BLOCK=ARRANGED, num_warps=4)
+    return out
 
 
 def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
-    """silu(gate x) * up x. x [rows, hidden] in the precision of the products, slots uint8 [slots, stride] -> out
-    [pairs, inner] in the order of ``groups``; pairs of absent experts are left as they are."""
-    tile, grid = _grid(layout, groups, 2 * layout.inner, layout.hidden // BLOCK)
-    bounds, offsets = _padded(layout)
+    """silu(gate x) * up x. x [rows, hidden] as ``arrange`` gives it, slots uint8 [slots, stride] -> out [pairs, inner]
+    in the order of ``groups``, its columns in that of ``arrange``; pairs of absent experts are left as they are."""
     if x.shape[0]:
-        _gate_up[grid](
-            x, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4,
-            groups.slot.shape[0], groups.order.shape[0] // x.shape[0], layout.hidden, layout.inner,
-            *(bound // 16 for bound in bounds[1:-1]), *offsets,
-            KIND=_KINDS[layout.format.name], WORDS=layout.format.block_bytes // 4, **tile,
-        )  # fmt: skip
+        _launch(x, slots, layout, groups, out, groups.order.shape[0] // x.shape[0], down=False)
 
 
 def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
     """down of what ``gate_up`` gave, [pairs, inner]. -> out [pairs, hidden], pair by pair: row * ranks + rank."""
-    bounds, offsets = _padded(layout)
-    even = all(bound % (2 * BLOCK) == 0 for bound in bounds)
-    tile, grid = _grid(layout, groups, layout.hidden, 2 if even else 1)
     if h.shape[0]:
-        _down[grid](
-            h, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4,
-            groups.slot.shape[0], layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
-            KIND=_KINDS[layout.format.name], WORDS=layout.format.block_bytes // 4, **tile,
-        )  # fmt: skip
+        _launch(h, slots, layout, groups, out, 1, down=True)
 
 
-def _grid(layout: Layout, groups: Groups, columns: int, blocks: int) -> tuple[dict[str, int], tuple[int, int]]:
-    """Sizes and options of a kernel, and its programs. ``blocks``: the inner dimension is a multiple of so many."""
-    pairs, experts = groups.order.shape[0], groups.slot.shape[0]
+def _launch(
+    x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor, ranks: int, *, down: bool
+) -> None:  # fmt: skip
+    pairs, experts, name = groups.order.shape[0], groups.slot.shape[0], layout.format.name
     size = FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY
     if size == MANY and shared_memory(groups.order.device) < 200 << 10:
         size = SOME
-    tile = TILES[layout.format.name][size]
+    tile, columns = TILES[name][size], layout.hidden if down else 2 * layout.inner
     wide = min(tile.columns, triton.next_power_of_2(columns))
-    sizes = {
-        "EXPERTS": triton.next_power_of_2(experts), "PAIRS": tile.pairs, "HALVES": tile.pairs >= HALVED,
-        "COLUMNS": wide, "K": tile.k if blocks % (tile.k // BLOCK) == 0 else BLOCK,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-    return sizes, (triton.cdiv(columns, wide), pairs // tile.pairs + experts)
-
-
-def _padded(layout: Layout) -> tuple[list[int], list[int]]:
-    """Bounds, and offsets in words where parts begin, as of four parts, the last ones empty."""
-    missing = MOST_PARTS - layout.parts
+    even = all(bound % tile.k == 0 for bound in layout.bounds) if down else layout.hidden % tile.k == 0
+    missing = MOST_PARTS - layout.parts  # bounds and offsets are as of four parts, the last ones empty
+    bounds = [bound // BLOCK for bound in layout.bounds[1:]] + [layout.inner // BLOCK] * missing
     offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
-    return [*layout.bounds] + [layout.inner] * missing, offsets
+    _product[(triton.cdiv(columns, wide), pairs // tile.pairs + experts)](
+        x, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4, experts, ranks,
+        layout.hidden, layout.inner, *bounds, *offsets,
+        DOWN=down, KIND=_KINDS[name], WORDS=layout.format.block_bytes // 4, EXPERTS=triton.next_power_of_2(experts),
+        PAIRS=tile.pairs, SMALL=tile.small, COLUMNS=wide, K=tile.k if even else BLOCK,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 @triton.jit
-def _combine_pairs(out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_pairs(
+    out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(RANKS):
@@ -324,17 +347,19 @@ def _combine_pairs(out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, B
         here = (at < hidden) & (slot + 0 * at >= 0)
         part = tl.load(out + pair * hidden + at, mask=here, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * part
+    if ADD:
+        total += tl.load(y + row * hidden + at, mask=at < hidden, other=0.0)
     tl.store(y + row * hidden + at, total, mask=at < hidden)
 
 
-def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor) -> None:
+def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor, *, add: bool = False) -> None:
     """y [rows, hidden] = sum over ranks, in order, of weights [rows, k] * out [rows * k, hidden] of the pairs whose
-    expert has a slot. ids int32 [rows, k]; ``slot`` as in ``Groups``."""
+    expert has a slot; ``add``: to what y has. ids int32 [rows, k]; ``slot`` as in ``Groups``."""
     (rows, ranks), hidden = ids.shape, y.shape[1]
     block = min(SUMS, triton.next_power_of_2(hidden))
     if rows:
         _combine_pairs[(rows, triton.cdiv(hidden, block))](
-            out, ids, slot, weights, y, hidden, RANKS=ranks, BLOCK=block, num_warps=4
+            out, ids, slot, weights, y, hidden, RANKS=ranks, ADD=add, BLOCK=block, num_warps=4
         )
 
 
@@ -345,7 +370,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tens
     groups = Groups(*sort_pairs(ids, count), every)
     inner = x.new_empty(ids.numel(), layout.inner, dtype=half)
     out, y = x.new_empty(ids.numel(), layout.hidden, dtype=half), torch.empty_like(x)
-    gate_up(x.to(half), slots, layout, groups, inner)
+    gate_up(arrange(x, layout, half), slots, layout, groups, inner)
     down(inner, slots, layout, groups, out)
     combine_pairs(out, ids, every, weights, y)
     return y

@@ -19,6 +19,11 @@ def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(order, dtype=torch.int32), torch.tensor(start, dtype=torch.int32)
 
 
+def arrange(x: Tensor, _layout: Layout, dtype: torch.dtype) -> Tensor:
+    """In any order, as long as all take the same one."""
+    return x.to(dtype)
+
+
 def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
     ranks = groups.order.shape[0] // x.shape[0]
     for pairs, slot in _present(groups):
@@ -34,8 +39,9 @@ def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) 
         out[groups.order[pairs].long()] = h[pairs] @ weights.to(h.dtype).T
 
 
-def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor) -> None:
-    y.zero_()
+def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor, *, add: bool = False) -> None:
+    if not add:
+        y.zero_()
     for rank in range(ids.shape[1]):
         here = (ids[:, rank] >= 0) & (slot[ids[:, rank].clamp(min=0).long()] >= 0)
         part = weights[:, rank, None] * out.view(*ids.shape, -1)[:, rank]

@@ -182,12 +182,12 @@ def tune(rate: float) -> None:
     deltas = itertools.starmap(chunked_delta.Tiling, ((32, 32, 2), (64, 32, 2), (32, 16, 2), (32, 32, 1)))
     for took, shape in sorted((best(partial(delta, each)), str(each)) for each in deltas):
         print(f"gated delta {shape}: {took:.1f} µs")
-    for name in ("bf16", "mxfp4"):
-        experts, chosen, found = Experts(FORMATS[name]), grouped.TILES[name], []
+    for name, format in FORMATS.items():
+        experts, chosen, found = Experts(format), grouped.TILES[name], []
         experts.route(ROWS)
         for tile in itertools.starmap(
-            Tile, ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 3),
-                   (64, 256, 64, 8, 3), (256, 128, 64, 8, 3))
+            Tile, ((128, 64, 256, 64, 8, 3), (128, 64, 256, 64, 8, 4), (128, 32, 128, 64, 4, 3),
+                   (128, 32, 128, 64, 4, 4), (256, 64, 128, 64, 8, 3))
         ):  # fmt: skip
             grouped.TILES[name] = (tile, tile, tile)
             found.append((best(experts.gate_up), best(experts.down), str(tile)))

@@ -20,8 +20,9 @@ MOVERS, PIECES = 128, 8
 """Programs that move experts within the device, and how many of them share one."""
 WORDS = 2048
 """That one of them moves at a time."""
-FETCHERS, FETCHED_WORDS = 64, 4096
-"""Programs that fetch, and what one of them moves at a time."""
+FETCHERS, FETCHED_WORDS = 8, 16384
+"""Programs that fetch, and what one of them moves at a time: half a megabyte on its way keeps a link busy, and every
+program takes a multiprocessor from the products beside."""
 SUMS = 1024
 _LONG = (1 << 62) - 1
 

@@ -38,8 +38,7 @@ def test_sort_pairs(rows: int) -> None:
 @pytest.mark.parametrize(("name", "hidden", "inner"), [("bf16", 96, 160), ("int8", 64, 64), ("mxfp4", 32, 160)])
 def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of 0, 1 and more pairs than a tile; an expert that is not here; pairs of no expert."""
-    monkeypatch.setitem(grouped.TILES, name, (Tile(16, 128, 64, 4, 1),) * 3)
-    monkeypatch.setattr(grouped, "HALVED", 16)
+    monkeypatch.setitem(grouped.TILES, name, (Tile(32, 16, 128, 64, 4, 1),) * 3)
     layout, experts = Layout(FORMATS[name], hidden, inner), 5
     slots = slots_of(layout, 2)
     ids = torch.tensor([[0, 3], [-1, 0], [2, -1], *[[0, 1]] * 15], dtype=torch.int32)
@@ -47,13 +46,13 @@ def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch
     slot = torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
     groups = Groups(*grouped.sort_pairs(ids, experts), slot)
     h, out, y = nothing(pairs, inner), nothing(pairs, hidden), nothing(ids.shape[0], hidden)
-    grouped.gate_up(x, slots, layout, groups, h)
+    grouped.gate_up(grouped.arrange(x, layout, x.dtype), slots, layout, groups, h)
     grouped.down(h, slots, layout, groups, out)
     grouped.combine_pairs(out, ids, slot, draw(*ids.shape), y)
     want_h, want_out, want_y = nothing(pairs, inner).double(), nothing(pairs, hidden).double(), y.double()
     grouped_twin.gate_up(x.double(), slots, layout, groups, want_h)
     grouped_twin.down(want_h, slots, layout, groups, want_out)
     grouped_twin.combine_pairs(want_out, ids, slot, draw(*ids.shape).double(), want_y)
-    for got, want in ((h, want_h), (out, want_out), (y, want_y)):
+    for got, want in ((h, grouped.arrange(want_h, layout, want_h.dtype)), (out, want_out), (y, want_y)):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert y.isfinite().all()

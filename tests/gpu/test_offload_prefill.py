@@ -43,7 +43,7 @@ def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
         divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move,
         add_answer=lambda y, state, _: waves_twin.add_answer(y, state, answer[: y.shape[0]]),
     )  # fmt: skip
-    names = ("sort_pairs", "gate_up", "down", "combine_pairs")
+    names = ("sort_pairs", "arrange", "gate_up", "down", "combine_pairs")
     return {
         "waves": decisions,
         "grouped": SimpleNamespace(Groups=Groups, **{name: getattr(grouped_twin, name) for name in names}),
