@@ -46,7 +46,8 @@ def arguments_text(codec: Codec, call: Written) -> str:
             ordered = sorted(call.arguments.items(), key=lambda member: member[0].lower())
             return _braces(f"{_literal_key(codec, key)}:{_literal(codec, value)}" for key, value in ordered)
         case Elements():
-            return "".join(_elements(codec, call.arguments))
+            given = {key: value for key, value in call.arguments.items() if value is not None}
+            return "".join(_elements(codec, given))  # a null argument is one that is not there
         case PythonCalls():
             members = ", ".join(f"{key}={_python(codec, value)}" for key, value in call.arguments.items())
             return f"{call.name}({members})"
@@ -92,14 +93,13 @@ def _braces(members: Iterator[str]) -> str:
 
 
 def _elements(codec: Elements, value: object) -> Iterator[str]:
-    """Nothing is written for null: an element that is not there."""
     match value:
         case Mapping():
-            members = [(str(key), one) for key, one in value.items() if one is not None]
+            members = [(str(key), one) for key, one in value.items()]
         case list():
             members = [(codec.item, one) for one in value]
         case _:
-            yield value if isinstance(value, str) else "" if value is None else _json(value)
+            yield value if isinstance(value, str) else _json(value)
             return
     for key, one in members:
         yield f"{codec.prefix}<{key}>"

@@ -53,7 +53,7 @@ LING3 = replace(
     models=("Ling-3",),
     turns=Turns.framed("<role>{}</role>", "<|role_end|>", "SYSTEM HUMAN ASSISTANT OBSERVATION"),
     think=Think("<think>", "</think>", "", ""),
-    call=replace(GLM45.call, codec=replace(_PARAMETERS, between=""), tail="\n"),
+    call=replace(GLM45.call, header="{name}", codec=replace(_PARAMETERS, between=""), tail="\n"),
 )
 
 

@@ -57,7 +57,7 @@ def arguments(draw: st.DrawFn, found: Machine) -> dict[str, object]:
     tags = spelled_tags(found)
     nested = isinstance(found.format.call.codec, Elements)
     untyped = text.filter(lambda one: bool(one.strip()) and not is_json(one.strip()))  # else it reads as what it spells
-    value = st.integers(-9, 9) | untyped if nested else JSON
+    value = st.none() | st.integers(-9, 9) | untyped if nested else JSON
     every = {
         "s": text,
         "t": st.sampled_from(
