@@ -262,6 +262,10 @@ class StoreSettings:
     key_file: str = ""
 
 
+Attention = tuple[Literal["auto", "triton", "torch"], Literal["auto", "triton"]]
+"""Backends of attention in prefill and in decode; see ``engine.device.attention``."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything a worker needs, fixed at its start.
@@ -278,6 +282,7 @@ class EngineConfig:
     compute all, ``hybrid`` does both at once, by a ``split`` that it finds, or by a given share of what is missing that
     is fetched; ``auto`` decides by what was measured of the machine. ``expert_format``: numbers that experts are held
     in; ``auto``: as in the checkpoint. ``gpu_bytes``: memory of the GPU that may be used (0: what is free, less some).
+    ``attention``: what computes it in prefill and in decode.
     """
 
     model: str
@@ -296,4 +301,5 @@ class EngineConfig:
     expert_format: Literal["auto", "bf16", "int8", "mxfp4"] = "auto"
     gpu_bytes: int = 0
     split: float | None = None
+    attention: Attention = ("auto", "auto")
     store: StoreSettings | None = None

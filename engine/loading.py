@@ -208,7 +208,7 @@ def _on_device(
 ) -> _Built | None:
     """None where the CPU is to serve."""
     if config.device == "cpu":
-        for name in ("experts", "expert_format", "gpu_bytes", "split"):
+        for name in ("experts", "expert_format", "gpu_bytes", "split", "attention"):
             if (value := getattr(config, name)) != getattr(_DEFAULTS, name):
                 raise BadConfig(f"{name} {value} is for serving from a GPU; choose device cuda, or drop it")
         return None
@@ -232,8 +232,9 @@ def _on_device(
     source = Source(checkpoint.directory, config.dtype)
     loaded = load_runner(config, architecture, source, context, plan, machine, progress)
     return _Built(
-        loaded.runner, source, room, "triton", f"{machine.kind}, experts {plan.layout.format.name}", plan.chunk_tokens,
-        loaded.division, min(context, (loaded.division.most.pages - 1) * PAGE), loaded.policy, loaded.experts,
+        loaded.runner, source, room, loaded.kernels, f"{machine.kind}, experts {plan.layout.format.name}",
+        plan.chunk_tokens, loaded.division, min(context, (loaded.division.most.pages - 1) * PAGE), loaded.policy,
+        loaded.experts,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ WORKERS = (
     "expert_format",
     "gpu_bytes",
     "split",
+    "attention",
 )
 """Settings of a worker of ours, which a remote engine has not."""
 

@@ -15,7 +15,7 @@ from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
 from launchers.settings import ENGINE_KEY, ServeSettings
 
-GPU = ("experts", "expert_format", "gpu_bytes", "split")
+GPU = ("experts", "expert_format", "gpu_bytes", "split", "attention")
 """Settings that the CPU has not."""
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -44,6 +44,12 @@ def share(text: str) -> float | None:
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write auto, or a number from 0 to 1")
     return number
+
+
+def phases(text: str) -> tuple[str, ...]:
+    """A name for prefill and one for decode; one alone is for both."""
+    names = tuple(text.split(","))
+    return names * 2 if len(names) == 1 else names
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +157,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     flag(gpu, "--gpu-bytes", size, "SIZE", "its memory that may be used", "what is free, less 1g")
     flag(gpu, "--split", share, "SHARE", "of what hybrid misses, fetched: 0 to 1, or auto: whatever is fastest", "auto")
+    flag(
+        gpu, "--attention", phases, "PREFILL,DECODE",
+        "what computes attention: triton (kernels of this project), in prefill also torch (cuDNN, for long runs of "
+        "rows); auto takes what was measured to be fast on such a GPU", "auto,auto",
+    )  # fmt: skip
 
 
 def default_store() -> Path:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.api import EngineConfig, StoreSettings
+from engine.api import Attention, EngineConfig, StoreSettings
 from engine.remote.api import SILENCE_SECONDS
 from server.keys import ApiKey
 
@@ -83,6 +83,7 @@ class ServeSettings(BaseModel):
     expert_format: Literal["auto", "bf16", "int8", "mxfp4"] = "auto"
     gpu_bytes: int = Field(default=0, ge=0)
     split: float | None = Field(default=None, ge=0, le=1)
+    attention: Attention = ("auto", "auto")
 
     def worker(self, model: Path) -> EngineConfig:
         """The worker's configuration for the checkpoint in the folder ``model``."""
@@ -103,6 +104,7 @@ class ServeSettings(BaseModel):
             expert_format=self.expert_format,
             gpu_bytes=self.gpu_bytes,
             split=self.split,
+            attention=self.attention,
             store=self._store(),
         )
 

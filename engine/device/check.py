@@ -42,6 +42,8 @@ PARTS = {
         "a decode step with all experts on the device: its kernels, and with and without early launches",
         ("engine.device.check_decode",), 180,
     ),
+    "attention": Part("backends of attention beside each other", ("engine.device.check_attention",), 120, False),
+    "masks": Part("grammar masks, and what they cost a step", ("engine.device.check_masks",), 120, False),
     "handshake": Part(
         "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60
     ),

@@ -1,8 +1,8 @@
-"""A decode step as two CUDA graphs for each number of sequences: its scores, and what is made of them.
+"""A decode step as one CUDA graph for each number of sequences.
 
 All that changes from step to step lies in one static buffer, which is copied to the device as one piece; the graph
-reads it there. Between the two there may be work that waits for the host. Without a GPU the same step runs at once,
-over the same buffers.
+reads it there. What is made of the scores at its end can be made again, by a small graph of its own: of something that
+the step did not have to wait for. Without a GPU the same step runs at once, over the same buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.models.model import Cache, Model
 from engine.runner import Rows
 
 Finish = Callable[[Tensor, Tensor], Tensor]
-"""What a step makes of its logits [rows, vocab] for temperatures [rows], inside the second graph."""
+"""What a step makes of its logits [rows, vocab] for temperatures [rows], inside the graph."""
 
 _WARM_UPS = 2
 
@@ -77,8 +77,8 @@ def _views(buffer: Tensor, sizes: Sequence[int], rows: int) -> tuple[Tensor, Ten
 
 @dataclass
 class Step:
-    """``graphs`` is None where the step runs at once. ``out``: what ``finish`` made, on the host. ``logits``: on the
-    device, until the next step of any number of sequences."""
+    """``graphs``: all of it, and ``finish`` alone; None where the step runs at once. ``out``: what ``finish`` made, on
+    the host. ``logits``: on the device, until the next step of any number of sequences."""
 
     inputs: Inputs
     graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None
@@ -107,25 +107,21 @@ class DecodeSteps:
         self.launch(parts)
         return self.wait(len(parts))
 
+    @torch.inference_mode()
     def launch(self, parts: Sequence[Rows]) -> Step:
         """Begin a step; the one before has ended."""
-        step = self.score(parts)
-        self.finish(step)
-        return step
-
-    @torch.inference_mode()
-    def score(self, parts: Sequence[Rows]) -> Step:
-        """Begin a step, and leave what is made of its scores to ``finish``."""
         step = self.prepare(len(parts))
         step.inputs.fill(parts)
         if step.graphs is None:
             step.logits = self._model.forward(step.inputs.batch, self._cache)
+            self.finish_again(step)
         else:
             step.graphs[0].replay()
         return step
 
     @torch.inference_mode()
-    def finish(self, step: Step) -> None:
+    def finish_again(self, step: Step) -> None:
+        """Of the step that was launched last."""
         if step.graphs is None:
             step.out = self._finish(step.logits, step.inputs.temperatures)
         else:
@@ -158,6 +154,7 @@ class DecodeSteps:
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graphs[0], pool=self._memory, capture_error_mode="thread_local"):
             logits = self._model.forward(inputs.batch, self._cache)
+            host.copy_(self._finish(logits, inputs.temperatures), non_blocking=True)
         with torch.cuda.graph(graphs[1], pool=self._memory, capture_error_mode="thread_local"):
             host.copy_(self._finish(logits, inputs.temperatures), non_blocking=True)
         return Step(inputs, graphs, host, logits)

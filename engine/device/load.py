@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from engine.api import PAGE, EngineConfig, StoreSettings
 from engine.device.arena import Division
+from engine.device.attention import choose
 from engine.device.divide import divide, policy
 from engine.device.driver import Driver, DriverError
 from engine.device.hosted import Hosted
@@ -72,9 +73,10 @@ def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Loaded:
-    """``experts``: those whose number on the device may change."""
+    """``kernels``: what computes. ``experts``: those whose number on the device may change."""
 
     runner: DeviceRunner
+    kernels: str
     division: Division
     policy: Policy
     experts: OffloadedExperts | None
@@ -94,7 +96,8 @@ def load_runner(
     try:
         pool = Pool(plan.layout, what.layers, what.experts)
         filling = _Filling(pool)
-        ops = DeviceOps(filling, device)
+        attention = choose(config.attention, machine.kind)
+        ops = DeviceOps(filling, device, attention)
         model = architecture.build(Loader(source, ops, device), context, progress)
         division = divide(plan, machine)
     except (RuntimeError, MemoryError, ValueError) as error:  # torch has no error of its own for memory
@@ -119,7 +122,8 @@ def load_runner(
     torch.set_num_threads(1)  # they would compete with those that compute experts
     runner.prepare(progress)
     _log.info("%s: %s", machine.gpu, plan.told())
-    return Loaded(runner, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)
+    kernels = f"triton, attention {attention.name}"
+    return Loaded(runner, kernels, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)
 
 
 def _offload(

@@ -85,6 +85,7 @@ class DeviceRunner(Runner):
             "graph_steps": float(self._graphs),
             "fetched_rows": float(self._fetched_rows),
             "masked_rows": float(self._masked_rows),
+            **({} if self._hosted is None else self._hosted.gauges()),
         }
         if self._experts is None:
             return gauges
@@ -125,13 +126,18 @@ class DeviceRunner(Runner):
 
     def _replay(self, parts: Sequence[Rows]) -> tuple[Tensor, list[Mask | None], Tensor]:
         """The best of each row, what they were found within, and all scores; the first on the host."""
-        step = self._steps.score(parts)
+        wanted = [part.mask for part in parts]
+        masks: list[Mask | None] = [None] * len(parts)
+        if not any(wanted):
+            self._masks.copy(masks)
+        step = self._steps.launch(parts)
         over = self._marked()
         if self._experts is not None and self._learns:
             self._experts.learn()  # from the step before, while this one runs
-        masks = in_time([part.mask for part in parts], over, alone=len(parts) == 1)
-        self._masks.copy(masks)
-        self._steps.finish(step)
+        if any(wanted):
+            masks = in_time(wanted, over, alone=len(parts) == 1)
+            self._masks.copy(masks)
+            self._steps.finish_again(step)
         self._graphs += 1
         return self._steps.wait(len(parts)), masks, step.logits
 

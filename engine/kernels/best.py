@@ -1,7 +1,7 @@
-"""The best scores of each row of logits, within what a grammar allows of them; ``engine.device.reduce`` is the twin.
+"""The best scores of each row of logits, within what a grammar allows of them; ``engine.device.reduce`` has the twin.
 
-A program finds the best of one stretch of a row, by a bitonic sort of whole numbers that carry score and id; others
-then merge the lists, always in the same order. What is found of a row does not depend on the other rows.
+The best of many small groups of a row give a level that enough scores reach and few more do; those alone are gathered
+and sorted, as whole numbers that carry score and id. What is found of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,117 +18,151 @@ from engine.kernels.launch import begin, launch, wait
 
 @dataclass(frozen=True)
 class Tiling:
-    """``stretch``: scores that one program goes through. ``lists`` that one merges. Powers of two."""
+    """``stretch``: scores of one program, at most. ``room``: scores that may reach the level; where more do, none are
+    told. Powers of two."""
 
-    stretch: int = 2048
-    lists: int = 16
+    stretch: int = 1024
+    room: int = 1024
     warps: int = 4
-    merge_warps: int = 4
+    level_warps: int = 4
+    sort_warps: int = 8
 
 
 TILING = Tiling()
+GROUPS = 8
+"""Of one stretch."""
+_BITS = tl.constexpr(20)
+"""Of the level: it need not be exact."""
 _NOTHING = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
-def _numbers(scores, ids):
-    """int64, in the order of the scores; the lower id is the higher where they are equal."""
+def _ordered(scores):
+    """uint32, in the order of the scores."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
-def _stretches(
-    logits, which, masks, temperatures, lists, sums, vocab, words, count,
-    STRETCH: tl.constexpr, KEPT: tl.constexpr,
+def _allowed(logits, which, masks, row, at, vocab, words):
+    """Scores at these places, -inf for what is not allowed; and as they are."""
+    scores = tl.load(logits + row.to(tl.int64) * vocab + at, mask=at < vocab, other=float("-inf"))
+    mask = tl.load(which + row)
+    there = at < tl.where(mask < 0, 0, vocab)
+    word = tl.load(masks + mask.to(tl.int64) * words + at // 32, mask=there, other=-1)
+    return tl.where((word >> (at % 32)) & 1 != 0, scores, float("-inf")), scores
+
+
+@triton.jit
+def _look(
+    logits, which, masks, temperatures, tops, sums, vocab, words, STRETCH: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     begin()
     number, row = tl.program_id(0), tl.program_id(1)
     at = number * STRETCH + tl.arange(0, STRETCH)
-    inside = at < vocab
     wait()
-    scores = tl.load(logits + row.to(tl.int64) * vocab + at, mask=inside, other=float("-inf"))
-    wrong = tl.max((scores != scores).to(tl.int32))
-    highest = tl.where(wrong > 0, float("nan"), tl.max(scores))
-    mask = tl.load(which + row)
-    there = at < tl.where(mask < 0, 0, vocab)
-    word = tl.load(masks + mask.to(tl.int64) * words + at // 32, mask=there, other=-1)
-    scores = tl.where((word >> (at % 32)) & 1 != 0, scores, float("-inf"))
+    scores, as_they_are = _allowed(logits, which, masks, row, at, vocab, words)
+    wrong = tl.max((as_they_are != as_they_are).to(tl.int32))
     best = tl.max(scores)
     level = tl.where(best == float("-inf"), 0.0, best)
     mass = tl.sum(tl.exp((scores - level) / tl.load(temperatures + row)))
-    to = row * count + number
-    tl.store(sums + to * 3, highest)
+    to = row * tl.num_programs(0) + number
+    tl.store(sums + to * 3, tl.where(wrong > 0, float("nan"), tl.max(as_they_are)))
     tl.store(sums + to * 3 + 1, best)
     tl.store(sums + to * 3 + 2, mass)
-    found = tl.topk(tl.where(inside, _numbers(scores, at), _NOTHING), KEPT)
-    tl.store(lists + to.to(tl.int64) * KEPT + tl.arange(0, KEPT), found)
+    groups = tl.max(tl.reshape(scores, (STRETCH // GROUPS, GROUPS)), axis=0)
+    tl.store(tops + to * GROUPS + tl.arange(0, GROUPS), groups)
 
 
 @triton.jit
-def _merge(
-    lists, sums, temperatures, to_lists, to_sums, out, count, kept,
-    LISTS: tl.constexpr, KEPT: tl.constexpr, LAST: tl.constexpr,
+def _level(
+    tops, sums, temperatures, levels, counts, out, count, kept,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    begin()
+    row, one, group = tl.program_id(0), tl.arange(0, COUNT), tl.arange(0, COUNT * GROUPS)
+    wait()
+    here = one < count
+    sums += (row * count + one) * 3
+    highest = tl.load(sums, mask=here, other=float("-inf"))
+    bests = tl.load(sums + 1, mask=here, other=float("-inf"))
+    masses = tl.load(sums + 2, mask=here, other=0.0)
+    wrong, best = tl.max((highest != highest).to(tl.int32)), tl.max(bests)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    mass = tl.sum(masses * tl.exp((bests - base) / tl.load(temperatures + row)))
+    out += row * (2 * kept + 2) + 2 * kept
+    tl.store(out, tl.where(wrong > 0, float("nan"), tl.max(highest)).to(tl.int32, bitcast=True))
+    tl.store(out + 1, mass.to(tl.int32, bitcast=True))
+    numbers = _ordered(tl.load(tops + row * count * GROUPS + group, mask=group < count * GROUPS, other=float("-inf")))
+    level = (row * 0).to(tl.uint32)
+    for bit in tl.static_range(_BITS):
+        higher = level | (1 << (31 - bit))
+        level = tl.where(tl.sum((numbers >= higher).to(tl.int32)) >= KEPT, higher, level)
+    tl.store(levels + row, level.to(tl.int32, bitcast=True))
+    tl.store(counts + row, 0)
+
+
+@triton.jit
+def _gather(
+    logits, which, masks, levels, counts, found, vocab, words, STRETCH: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
     begin()
     number, row = tl.program_id(0), tl.program_id(1)
-    one, at = number * LISTS + tl.arange(0, LISTS), tl.arange(0, LISTS * KEPT)
+    at = number * STRETCH + tl.arange(0, STRETCH)
     wait()
-    sums += (row * count + one) * 3
-    here = one < count
-    highest = tl.load(sums, mask=here, other=float("-inf"))
-    bests = tl.load(sums + 1, mask=here, other=float("-inf"))
-    wrong = tl.max((highest != highest).to(tl.int32))
-    top, best = tl.where(wrong > 0, float("nan"), tl.max(highest)), tl.max(bests)
-    level = tl.where(best == float("-inf"), 0.0, best)
-    masses = tl.load(sums + 2, mask=here, other=0.0)
-    mass = tl.sum(masses * tl.exp((bests - level) / tl.load(temperatures + row)))
-    base = (row * count + number * LISTS).to(tl.int64) * KEPT
-    found = tl.load(lists + base + at, mask=number * LISTS + at // KEPT < count, other=_NOTHING)
-    found, place = tl.topk(found, KEPT), tl.arange(0, KEPT)
-    if LAST:
-        ordered = (found >> 32).to(tl.int32)
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        out += row * (2 * kept + 2)
-        tl.store(out + place, bits, mask=place < kept)
-        tl.store(out + kept + place, 0x7FFFFFFF - (found & 0x7FFFFFFF).to(tl.int32), mask=place < kept)
-        tl.store(out + 2 * kept, top.to(tl.int32, bitcast=True))
-        tl.store(out + 2 * kept + 1, mass.to(tl.int32, bitcast=True))
-    else:
-        to = row * tl.num_programs(0) + number
-        tl.store(to_sums + to * 3, top)
-        tl.store(to_sums + to * 3 + 1, best)
-        tl.store(to_sums + to * 3 + 2, mass)
-        tl.store(to_lists + to.to(tl.int64) * KEPT + place, found)
+    scores, _ = _allowed(logits, which, masks, row, at, vocab, words)
+    ordered = _ordered(scores)
+    good = (ordered >= tl.load(levels + row).to(tl.uint32, bitcast=True)) & (scores > float("-inf"))
+    total = tl.sum(good.to(tl.int32))
+    if total > 0:
+        place = tl.atomic_add(counts + row, total) + tl.cumsum(good.to(tl.int32), 0) - 1
+        # The lower id is the higher number where scores are equal.
+        numbers = ((ordered ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - at)
+        tl.store(found + row * ROOM + place, numbers, mask=good & (place < ROOM))
+
+
+@triton.jit
+def _sort(found, counts, out, kept, ROOM: tl.constexpr, KEPT: tl.constexpr):
+    begin()
+    row, at, place = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, KEPT)
+    wait()
+    count = tl.load(counts + row)
+    best = tl.topk(tl.load(found + row * ROOM + at, mask=at < count, other=_NOTHING), KEPT)
+    ordered = (best >> 32).to(tl.int32)
+    scores = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+    scores = tl.where(best == _NOTHING, float("-inf"), scores)
+    scores = tl.where(count > ROOM, float("inf"), scores)
+    out += row * (2 * kept + 2)
+    tl.store(out + place, scores.to(tl.int32, bitcast=True), mask=place < kept)
+    tl.store(out + kept + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=place < kept)
 
 
 def reduce(
     logits: Tensor, temperatures: Tensor, which: Tensor, masks: Tensor, most: int, tiling: Tiling = TILING
 ) -> Tensor:
-    """As ``engine.device.reduce.reduce``."""
-    rows, vocab = logits.shape
-    kept, count = min(most, vocab), triton.cdiv(vocab, tiling.stretch)
-    room = int(triton.next_power_of_2(most))
-    out = torch.empty(rows, 2 * kept + 2, dtype=torch.int32, device=logits.device)
+    """As ``engine.device.reduce.twin``, for ``most`` a power of two; but where too many scores are about as good as the
+    last that is kept, all are told as inf, which none is above."""
+    (rows, vocab), device = logits.shape, logits.device
+    kept, words = min(most, vocab), masks.shape[1]
+    out = torch.empty(rows, 2 * kept + 2, dtype=torch.int32, device=device)
     if not rows:
         return out
-    lists, sums = _room(logits, rows, count, room)
+    stretch = max(4 * GROUPS, min(tiling.stretch, triton.next_power_of_2(vocab // most)))
+    count = triton.cdiv(vocab, stretch)
+    tops, sums = logits.new_empty(rows, count * GROUPS), logits.new_empty(rows, count, 3)
+    levels, counts = torch.empty(2, rows, dtype=torch.int32, device=device)
+    found = torch.empty(rows, tiling.room, dtype=torch.int64, device=device)
     launch(
-        _stretches, (count, rows), logits, which, masks, temperatures, lists, sums, vocab, masks.shape[1], count,
-        STRETCH=tiling.stretch, KEPT=room, num_warps=tiling.warps,
+        _look, (count, rows), logits, which, masks, temperatures, tops, sums, vocab, words,
+        STRETCH=stretch, GROUPS=GROUPS, num_warps=tiling.warps,
     )  # fmt: skip
-    while True:
-        merged = triton.cdiv(count, tiling.lists)
-        to_lists, to_sums = _room(logits, rows, merged, room) if merged > 1 else (lists, sums)
-        launch(
-            _merge, (merged, rows), lists, sums, temperatures, to_lists, to_sums, out, count, kept,
-            LISTS=tiling.lists, KEPT=room, LAST=merged == 1, num_warps=tiling.merge_warps,
-        )  # fmt: skip
-        if merged == 1:
-            return out
-        lists, sums, count = to_lists, to_sums, merged
-
-
-def _room(like: Tensor, rows: int, count: int, kept: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty(rows, count, kept, dtype=torch.int64), like.new_empty(rows, count, 3)
+    launch(
+        _level, (rows,), tops, sums, temperatures, levels, counts, out, count, kept,
+        GROUPS=GROUPS, KEPT=most, COUNT=triton.next_power_of_2(count), num_warps=tiling.level_warps,
+    )  # fmt: skip
+    launch(
+        _gather, (count, rows), logits, which, masks, levels, counts, found, vocab, words,
+        STRETCH=stretch, ROOM=tiling.room, num_warps=tiling.warps,
+    )  # fmt: skip
+    launch(_sort, (rows,), found, counts, out, kept, ROOM=tiling.room, KEPT=most, num_warps=tiling.sort_warps)
+    return out

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.kernels import attention, chunked_delta, linear, pointwise, prefill_attention, prefill_conv, recurrent
+from engine.device.attention import Chosen, choose
+from engine.kernels import attention, chunked_delta, linear, pointwise, prefill_conv, recurrent
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.layers.composed import Composed
@@ -48,9 +49,10 @@ class DeviceOps(Composed):
     products in the weight's precision, whose results differ from those in the last bits that this precision has.
     """
 
-    def __init__(self, experts: DeviceExperts, device: torch.device) -> None:
+    def __init__(self, experts: DeviceExperts, device: torch.device, attention: Chosen | None = None) -> None:
         self.device = device
         self._experts = experts
+        self._attention = attention or choose(("triton", "triton"), "")
 
     def pack(self, weight: Tensor) -> DeviceWeight:
         return linear.pack(weight.to(self.device).contiguous())
@@ -101,9 +103,8 @@ class DeviceOps(Composed):
         return recurrent.gated_delta(q, k, v, decay, beta, state, batch)
 
     def attention(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
-        if q.shape[0] > linear.ROWS:
-            return prefill_attention.attention(q, k_pages, v_pages, batch, scale)
-        return attention.attention(q, k_pages, v_pages, batch, scale)
+        attend = self._attention.prefill if q.shape[0] > linear.ROWS else self._attention.decode
+        return attend(q, k_pages, v_pages, batch, scale)
 
     def write_pages(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> None:
         attention.write_pages(k, v, k_pages, v_pages, batch)

@@ -15,6 +15,7 @@ from engine_support import Bench
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.device.attention import Chosen
 from engine.device.fake import FakeDriver
 from engine.device.machine import Machine
 from engine.experts import residency
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 class TwinOps(ReferenceOps):
     """``DeviceOps`` whose operations, but for the experts, are their twins."""
 
-    def __init__(self, experts: DeviceExperts, device: torch.device) -> None:
+    def __init__(self, experts: DeviceExperts, device: torch.device, attention: Chosen) -> None:
         self._on_device = experts
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:

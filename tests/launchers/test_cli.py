@@ -147,7 +147,7 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         "--instruction-set scalar --threads 2 --chunk-tokens 128 --store s --store-quota 1t --store-daily-writes 5g "
         "--store-key-file k --host-cache 1m --no-idle-prefill --share-cache --key-running 6 --key-waiting 7 "
         "--allowed-host a --allowed-host b --max-body 8m --tls-cert t --tls-key u --device auto --experts hybrid "
-        "--expert-format mxfp4 --gpu-bytes 12g --split 0.25"
+        "--expert-format mxfp4 --gpu-bytes 12g --split 0.25 --attention torch,triton"
     )
     assert settings(*line.split()) == ServeSettings(
         model=Path("m"),
@@ -185,6 +185,7 @@ def test_serve_flags_become_settings(tmp_path: Path) -> None:
         expert_format="mxfp4",
         gpu_bytes=12 << 30,
         split=0.25,
+        attention=("torch", "triton"),
         store=Path("s"),
         store_quota=1 << 40,
         store_daily_writes=5 << 30,
@@ -217,6 +218,8 @@ def test_shares_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
         ("--device auto --split 0.5", r"^--split 0.5: .*--experts hybrid"),
         ("--device cuda --experts offload --split 0.5", r"^--split 0.5: .*--experts hybrid"),
         ("--device cuda --kernels reference", r"^--kernels reference: .*--device cuda"),
+        ("--attention torch,auto", r"^--attention: .*add --device cuda"),
+        ("--device cuda --attention torch", r"^--attention: Input should be 'auto' or 'triton'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_flags(line: str, says: str) -> None:
