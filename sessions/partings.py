@@ -5,6 +5,7 @@ the system text, the date before the user's first words. A checkpoint only helps
 where it is: what it knew of a prompt ends there, and what lies between its last checkpoint and that end was computed
 again. The tokens that lead to the place are remembered, and later prompts of the harness get a checkpoint where they
 find some of them, the nearest: close to the place there may be names and dates, which other projects do not have.
+Of some harnesses it is known beforehand what stands before such a place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from parsers.render import Span
+from sessions.digest import pack
 
 Leads = tuple[bytes, ...]
 """Packed tokens that lead to one place each, the last learnt last."""
@@ -30,6 +32,7 @@ REACH = 1 << 15
 """Tokens of an opening that are looked at."""
 _ITEM = 4
 """Bytes of a packed token."""
+_NO_TOKEN = b"\xff" * _ITEM
 
 
 def opening(spans: Sequence[Span]) -> int:
@@ -45,6 +48,13 @@ def lead(tokens: bytes, opening: int, resumed: int, replayed: int) -> bytes:
     if replayed <= WORTH or not LENGTH <= parted < opening:
         return b""
     return tokens[(parted - LENGTH) * _ITEM : parted * _ITEM]
+
+
+def foretold(tokens: Sequence[int]) -> bytes:
+    """A lead that nobody had to learn: ``tokens`` of a text that stands before a place, but for the last one, which may
+    be another where the text goes on."""
+    wanted = tokens[-WIDTH - 1 : -1]
+    return _NO_TOKEN * (LENGTH - DISTANCES[0] - len(wanted)) + pack(wanted) + _NO_TOKEN * DISTANCES[0]
 
 
 def learnt(known: Leads, new: bytes) -> Leads:

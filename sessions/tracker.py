@@ -16,6 +16,7 @@ from sessions.causes import Asked, Cause
 from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest, tools_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
+    HARNESSES,
     Harness,
     Identity,
     RequestMeta,
@@ -26,7 +27,7 @@ from sessions.harness import (
 from sessions.idle import Followup, IdleCounts, Prediction, predict
 from sessions.keeper import Keeper
 from sessions.lineage import Lineage, chain, linked
-from sessions.partings import learnt
+from sessions.partings import foretold, learnt
 from sessions.persist import Persist
 from sessions.prior import counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
@@ -83,6 +84,9 @@ class Sessions:
         self._keeper = Keeper(persist, family.identity, self._limits)
         self._habits = self._keeper.habits()
         self._leads = self._keeper.leads()
+        self._foretold = {
+            one.name: tuple(foretold(family.tokenizer.encode(text)) for text in one.before_changes) for one in HARNESSES
+        }
         self._elsewhere = self._keeper.elsewhere()
         for session in self._keeper.sleeping():
             self._adopt(session)
@@ -250,7 +254,7 @@ class Sessions:
             head,
             tuple(keys),
             worth,
-            self._leads.get(harness.name, ()),
+            self._foretold.get(harness.name, ()) + self._leads.get(harness.name, ()),
             elsewhere,
         )
 

@@ -17,6 +17,7 @@ from parsers.conversation import Block, Conversation, Text, Thinking, Tool, Tool
 from parsers.events import Boundary, Event, TextDelta, ThinkingDelta, ToolArgsDelta, ToolCallStart
 from parsers.format import Effort
 from parsers.load import Family, Probe, Prompt, Span, load_family
+from parsers.tokens import Tokenizer
 from sessions.digest import pack
 from sessions.persist import Persist, PersistConfig
 from sessions.session import Limits
@@ -41,6 +42,10 @@ class FakeFamily:
     def probe(self) -> Probe:
         keeps = not self.strips
         return Probe(True, True, keeps, True, keeps, keeps)
+
+    @property
+    def tokenizer(self) -> FakeFamily:
+        return self
 
     def encode(self, text: str) -> list[int]:
         return [self.words.setdefault(word, len(self.words)) for word in WORD.findall(text)]
@@ -103,6 +108,10 @@ class RealFamily:
     @property
     def probe(self) -> Probe:
         return self.family.probe
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.family.tokenizer
 
     @property
     def watches(self) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from parsers.conversation import Conversation, Text, Turn
 from sessions.digest import pack
+from sessions.harness import QWEN_CODE
 from sessions.partings import DISTANCES, LENGTH, MOST, WIDTH, WORTH, lead, learnt, opening, places, split
 from tests.sessions.conftest import BASH, CHAT
 from tests.sessions.persist_support import Open
@@ -89,3 +91,14 @@ def test_the_oldest_give_way() -> None:
     assert len(known) == MOST
     assert known[-1] == pack([5] * LENGTH)
     assert split(b"".join(known)) == known
+
+
+def test_what_is_known_of_a_harness_need_not_be_learnt(worlds: Any) -> None:
+    """The first prompt of Qwen Code has a checkpoint before the state of the repository."""
+    world, (before,) = worlds(), QWEN_CODE.before_changes
+    meta = replace(CHAT, headers={"user-agent": "QwenCode/0.24.4"})
+    system = Turn("system", (Text(f"You are Qwen Code. {RULES}\n{before} main\ngit: Status:\n{RULES}"),))
+    visit = world.sessions.begin(meta, Conversation((system, Turn("user", (Text("Build it."),))), (BASH,)), "one")
+    prompt = world.family.render(visit.conversation)
+    (place,) = [anchor.position for anchor in visit.anchors(prompt) if anchor.kind == "parting" and anchor.pinned]
+    assert list(prompt.ids[place - WIDTH : place]) == world.family.encode(before)[-WIDTH - 1 : -1]
