@@ -325,7 +325,8 @@ class Scheduler:
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         start = time.perf_counter()
         scored = iter(self.runner.score(parts))
-        self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start)
+        answers = sum(one.decoding for one, _ in shares)
+        self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start, answers)
         self._counts["steps"] += 1
         for (sequence, count), taken in zip(shares, snapshots, strict=True):
             self._fed(sequence, count, taken, scored)
@@ -376,11 +377,15 @@ class Scheduler:
         return True
 
     def _share_rows(self) -> list[tuple[Sequence, int]]:
-        """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk. Where pages
-        run out, the youngest gives way."""
+        """Each running sequence's rows of this step: one if it decodes, else a fair share of the chunk, which may be
+        smaller beside those. Where pages run out, the youngest gives way."""
         feeding = [one for one in self._running if one.remaining]
         filling = sum(not one.decoding for one in feeding)
-        budget = max(self._chunk - (len(feeding) - filling), filling)
+        decoding, chunk = len(feeding) - filling, self._chunk
+        if decoding and filling:
+            chunk = self.pace.beside(self._chunk)
+            feeding = [one for one in feeding if chunk or one.decoding]
+        budget = max(chunk - decoding, filling)
         shares: list[tuple[Sequence, int]] = []
         for sequence in feeding:
             if sequence not in self._running:

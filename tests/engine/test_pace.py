@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.pace import BYTES_PER_SECOND, SECONDS_PER_TOKEN, Pace
+from engine.pace import BYTES_PER_SECOND, HELD, LEAST, SECONDS_PER_TOKEN, Pace
 
 GB = 10**9
 
@@ -58,3 +58,38 @@ def test_never_more_than_a_forward_takes(seed: int) -> None:
 
 def test_an_answer_for_measurements() -> None:
     assert Pace(always=True).hides(10**15, 1) and not Pace(always=False).hides(0, 10**6)
+
+
+def hold_ups(fixed: float, token: float, decode: float, prompt: int = 65536, chunk: int = 4096) -> tuple[float, float]:
+    """On a machine where a forward takes so many seconds, and so many for each token, or for answers alone: the longest
+    that a sequence that answers waited while a prompt was fed beside it, and how much longer that took than alone."""
+    pace, longest, took, left = Pace(), 0.0, 0.0, prompt
+    pace.fed(chunk, fixed + chunk * token)
+    while left:
+        count = min(left, pace.beside(chunk))
+        seconds = fixed + count * token if count else decode
+        pace.fed(count + 1, seconds, 1)
+        longest, took, left = max(longest, seconds), took + seconds, left - count
+    return longest, took / (-(-prompt // chunk) * fixed + prompt * token)
+
+
+@pytest.mark.parametrize("token", [1e-6, 2e-5, 2e-4, 4e-3])
+def test_answers_are_not_held_up_for_long(token: float) -> None:
+    longest, later = hold_ups(0.002, token, 0.002 + 2 * token)
+    assert longest <= max(HELD, 5 * LEAST * token) and later < 1.7
+
+
+def test_a_prompt_whose_experts_come_over_a_link_is_not_cut() -> None:
+    longest, later = hold_ups(1.1, 5e-5, 0.02)
+    assert longest < 1.5 and later < 1.5
+
+
+def test_who_answers_has_a_quarter_of_the_time() -> None:
+    pace, alone = Pace(), 0
+    pace.fed(64, 0.3)
+    for _ in range(100):
+        count = pace.beside(64)
+        alone += not count
+        pace.fed(count + 1, 0.3 if count else 0.01, 1)
+    assert 85 < alone < 95  # ten steps of theirs to one of 0.3 s
+    assert Pace(always=True).beside(64) == 64

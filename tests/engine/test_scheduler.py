@@ -271,3 +271,21 @@ def test_the_newest_turn_survives_many_checkpoints(tiny: Callable[..., Path]) ->
     assert bench.ask([*history[:64], *prompt(9, 40)], session="s").reuse.resumed == 64
     assert bench.ask([*history[: last + 10], *prompt(9, 40)], session="s").reuse.resumed == last
     bench.check()
+
+
+def test_a_prompt_is_fed_beside_answers_as_the_pace_says(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tiny("qwen3_moe"))
+    answers = bench.submit(prompt(1, 5), replace(GREEDY, max_tokens=50))
+    bench.run(lambda: len(bench.outcomes[answers].tokens) > 1)
+    counts = iter((0, 17, 0, 33))
+    monkeypatch.setattr(bench.scheduler.pace, "beside", lambda most: next(counts))
+    bench.submit(prompt(2, 100))
+    fed = []
+    while len(fed) < 4:
+        before = len(bench.outcomes[answers].tokens)
+        bench.step()
+        if len(bench.scheduler._running) == 2 and len(bench.outcomes[answers].tokens) > before:
+            fed.append(bench.scheduler._running[1].fed)
+    assert fed == [0, 16, 16, 48]
