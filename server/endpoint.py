@@ -102,18 +102,19 @@ async def read_bytes(request: Request, settings: ServerSettings) -> bytes:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise ApiError("invalid", f"content-encoding {encoding!r} is not supported")
-    data = bytearray()
+    chunks, size = list[bytes](), 0
     deadline = asyncio.get_running_loop().time() + seconds
     try:
         async with asyncio.timeout_at(deadline) as patience:
             async for chunk in request.stream():
-                data += chunk
-                if len(data) > limit:
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > limit:
                     raise too_large
-                patience.reschedule(deadline + len(data) / _SLOWEST)
+                patience.reschedule(deadline + size / _SLOWEST)
     except TimeoutError as error:
         raise ApiError("slow", f"the request body took more than {seconds:g} s: send it faster") from error
-    return bytes(data)
+    return b"".join(chunks)
 
 
 def check_model(state: ServerState, model: str) -> None:

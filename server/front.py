@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h11
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGISendEvent
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from server import errors
@@ -27,6 +27,7 @@ DRAIN_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
 MAX_HEAD_BYTES = 64 << 10
+"""Of a head, and of anything else that has no end: sizes of chunks, trailers."""
 COLLECT_AFTER = 20_000
 """New objects until garbage is looked for: some requests, and not twice in each."""
 
@@ -63,7 +64,6 @@ class FrontConfig(uvicorn.Config):
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else str(tls.key),
             **options,
@@ -121,13 +121,16 @@ class Socket(WebSocketsSansIOProtocol):
         self._reading.seen()
 
 
-class Http(H11Protocol):
+class Http(HttpToolsProtocol):
     def __init__(self, config: uvicorn.Config, *rest: Any, **named: Any) -> None:
         super().__init__(config, *rest, **named)
         self._patience = config.patience if isinstance(config, FrontConfig) else Patience()
         self._head: asyncio.TimerHandle | None = None
         self._reading = _Reading(self._patience.send_seconds)
         self._upgraded = False
+        self._in_head, self._unread = False, 0
+        """``_unread``: bytes that came since anything whole did."""
+        self._answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -140,9 +143,25 @@ class Http(H11Protocol):
         self._stop_waiting()
         self.resume_writing()
         super().connection_lost(exc)
+        if (cycle := self._answering) is not None and not cycle.response_complete:  # another may wait behind it
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unread += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self._upgraded = True
+                self.handle_websocket_upgrade()
+            else:
+                self._without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self._unread > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Too much of it has no end.")
         if self._upgraded:
             self._stop_waiting()
         elif self.cycle is None or self.cycle.response_complete:
@@ -169,10 +188,47 @@ class Http(H11Protocol):
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """The connection is another protocol's from here on, which closes it itself."""
-        self._upgraded = True
-        super().handle_websocket_upgrade(event)
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES or self.parser.get_method() == b"CONNECT":
+            raise httptools.HttpParserError
+        if self._ignored():
+            return
+        self._in_head, self._unread = False, 0
+        super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # not behind the body: the application has begun
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._ignored():
+            self._unread = 0
+            super().on_message_complete()
+
+    def _ignored(self) -> bool:
+        """Is this a head that asks for a protocol which nobody speaks here?"""
+        return self.parser.should_upgrade() and not self._should_upgrade()
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """The request as if it did not ask for that; the parser would have nothing behind its head."""
+        headers = [b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade"]
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self.data_received(b"".join((line, *headers, b"\r\n", rest)))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _wait_for_head(self) -> None:
         if self._head is None:

@@ -158,6 +158,7 @@ async def test_a_socket_half_closed_in_its_body(family: Family) -> None:
         b"GET /health HTTP/1.1\r\nhost: localhost\r\nx y: a\r\n\r\n",
         b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
         b"\0" * 100 + b"\r\n\r\n",
     ],
@@ -176,6 +177,43 @@ async def test_a_chunk_that_is_none(family: Family) -> None:
         writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
         shaped(await ended(reader), 400)
         await alive(server)
+
+
+@pytest.mark.parametrize("begin", ["", "0\r\n", "1;", "1\r\nx\r\n0\r\n"])
+async def test_what_has_no_end_is_cut_off(family: Family, begin: str) -> None:
+    """A head, a trailer, and what may stand beside the size of a chunk."""
+    head = "POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(head.encode() + (b"\r\n" + begin.encode() if begin else b"") + b"x-more: ")
+        for _ in range(3 * MAX_HEAD_BYTES >> 10):
+            writer.write(b"a" * 1024)
+            await asyncio.sleep(0)
+        answer = await ended(reader)
+        if answer:
+            shaped(answer, 400)
+        assert not server.worker.requests
+        await alive(server)
+
+
+async def test_another_protocol_that_nobody_speaks_here_is_passed_over(family: Family) -> None:
+    """Some clients ask for HTTP/2 with their first request, and take HTTP/1.1."""
+    async with serving(family, "Hi<|im_end|>") as server, connected(server) as (reader, writer):
+        writer.write(request("/v1/messages", BODIES["/v1/messages"], "connection: upgrade, x", "upgrade: h2c"))
+        writer.write(request("/v1/messages", BODIES["/v1/messages"]))
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        answer = await ended(reader)
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"404"]
+
+
+async def test_whoever_leaves_with_requests_behind_the_first_ends_that(family: Family) -> None:
+    async with serving(family, Answer(TEXT, hold_at=4)) as server, connected(server) as (_, writer):
+        writer.write(request("/v1/messages", {**BODIES["/v1/messages"], "stream": True}) * 3)
+        while not server.worker.requests:
+            await asyncio.sleep(0.005)
+        writer.close()
+        await asyncio.wait_for(server.worker.abort_seen.wait(), 20)
+        await server.idle()
+        assert len(server.worker.requests) == 1
 
 
 async def test_pipelined_requests_are_answered_in_turn(family: Family) -> None:
