@@ -23,11 +23,14 @@ def recipe(ask: Ask) -> Recipe:
     }
     file = PlannedFile(ask.own / "model_metadata.json", json.dumps(metadata, indent=2) + "\n")
     flags = (
-        *("--model", name, "--edit-format", "diff", "--model-metadata-file", str(file.path)),
+        # A configuration file of the user's may name others for commits and edits.
+        *("--model", name, "--weak-model", name, "--editor-model", name),
+        *("--edit-format", "diff", "--model-metadata-file", str(file.path)),
         *("--openai-api-base", ask.base),
         *("--no-show-model-warnings", "--no-check-update", "--analytics-disable"),
     )
-    return Recipe({"OPENAI_API_KEY": ask.key, "OPENAI_API_BASE": ask.base}, flags=flags, files=(file,))
+    environment = {"OPENAI_API_KEY": ask.key, "OPENAI_API_BASE": ask.base, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return Recipe(environment, flags=flags, files=(file,))
 
 
 HARNESS = Harness(

@@ -6,10 +6,11 @@ from launchers.agents.harness import Ask, Harness, Package, Recipe
 
 
 def recipe(ask: Ask) -> Recipe:
-    """It knows no price of a local model, and would stop over that."""
+    """It knows no price of a local model, would stop over that, and looks for a list of prices elsewhere."""
     environment = {
         "OPENAI_API_KEY": ask.key,
         "OPENAI_API_BASE": ask.base,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
         "MSWEA_GLOBAL_CONFIG_DIR": str(ask.own),

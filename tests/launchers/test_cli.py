@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from launchers import serve_options
+from launchers.agents.harness import Harness
 from launchers.agents.registry import HARNESSES
 from launchers.cli import build_parser, main
 from launchers.running import DEFAULT_URL, ServerProblem
@@ -273,28 +274,54 @@ def test_dry_run_works_without_the_client(fake_server: FakeServer, home: Path, t
     assert not (home / ".local").exists()
 
 
-def test_launch_gives_the_child_its_environment_and_returns_its_exit_code(
-    fake_server: FakeServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+USERS = (
+    ".claude/settings.json",
+    ".claude.json",
+    ".codex/config.toml",
+    ".config/opencode/opencode.json",
+    ".openclaw/openclaw.json",
+    ".pi/agent/settings.json",
+    ".qwen/settings.json",
+    ".aider.conf.yml",
+    ".config/mini-swe-agent/.env",
+)
+"""What these clients keep in a home that is not theirs now."""
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
+def test_launch_gives_the_child_its_environment_and_leaves_what_is_the_users(
+    harness: Harness, fake_server: FakeServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-mine")
+    """Byte for byte, and so does ``--config``; the exit code is the client's."""
+    monkeypatch.setenv("MISTRAL_API_KEY", "sk-mine")
     monkeypatch.setenv("AWS_REGION", "eu")
-    folder = program(
-        tmp_path / "bin",
-        "codex",
+    monkeypatch.chdir(home)
+    for name in USERS:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_bytes(b'{"theirs": \r\n 1}')
+    script = (
         "import os, sys\n"
-        "print(sys.argv[1:], os.environ['FT_API_KEY'], os.environ['CODEX_HOME'])\n"
-        "print([name for name in os.environ if name.startswith(('ANTHROPIC', 'AWS'))])\n"
-        "sys.exit(7)\n",
+        "print(sys.argv[-3:], [name for name in os.environ if name.startswith(('MISTRAL', 'AWS'))])\n"
+        f"print({fake_server.url!r} in ' '.join([*sys.argv, *os.environ.values(), *map(read, files())]))\n"
+        "sys.exit(7)\n"
     )
-    users = {path: value for path, value in snapshot(home).items() if ".local" not in path}
-    done = ft("launch", "codex", "--url", fake_server.url, "--", "exec", "--", "x", path=folder)
-    own = home / ".local" / "state" / "ft" / "codex"
+    helpers = (
+        "import pathlib\n"
+        f"files = lambda: [one for one in pathlib.Path({str(home / '.local')!r}).rglob('*') if one.is_file()]\n"
+        "read = pathlib.Path.read_text\n"
+    )
+    folder = program(tmp_path / "bin", harness.program, helpers + script)
+    users = snapshot(home)
+    config = ft("launch", harness.name, "--url", fake_server.url, "--config", path=folder)
+    assert config.returncode == 0 and "unset MISTRAL_API_KEY" in config.stdout, config.stderr
+    done = ft("launch", harness.name, "--url", fake_server.url, "--", "exec", "--", "x", path=folder)
     assert done.returncode == 7, done.stderr
-    assert done.stdout == f"['exec', '--', 'x'] ft-local {own}\n[]\n"
-    assert sorted(path.name for path in own.iterdir()) == ["config.toml", "model_catalog.json"]
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (own, *own.iterdir()))
+    assert done.stdout == "['exec', '--', 'x'] []\nTrue\n"
     after = snapshot(home)
-    assert {path: after[path][1] for path in users} == {path: value[1] for path, value in users.items()}
+    assert {path: after.get(path) for path in users} == users
+    own = home / ".local" / "state" / "ft" / harness.name
+    files = [path for path in own.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
 
 
 def test_a_signal_reaches_the_client(fake_server: FakeServer, home: Path, tmp_path: Path) -> None:
