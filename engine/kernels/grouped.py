@@ -133,35 +133,57 @@ def _mxfp4(data, scale, PLACE: tl.constexpr, half: tl.constexpr):
 
 
 @triton.jit
-def _coded(words, row, KIND: tl.constexpr, K: tl.constexpr, half: tl.constexpr):
-    """Weights [columns, K] of a tile, k in the order of ``arrange``. ``words`` [columns]: where the tile's first block
-    of each column's panel is; ``row`` [columns]: which of its rows that is."""
-    N: tl.constexpr = words.shape[0]
+def _coded(words, KIND: tl.constexpr, K: tl.constexpr, half: tl.constexpr):
+    """Weights [columns, K] of a tile, k in the order of ``arrange``, columns in that of ``_columns``. ``words``
+    [panels]: where the tile's first block of each panel is."""
+    P: tl.constexpr = words.shape[0]
     G: tl.constexpr = K // 32
     V: tl.constexpr = 8 if KIND == 1 else 4
     SCALES: tl.constexpr = 2 if KIND == 1 else 4  # in a word
     BLOCK: tl.constexpr = 272 if KIND == 1 else 136
+    C: tl.constexpr = 32 // SCALES
     # Scales come as whole words, too: what is smaller would not come through shared memory.
-    at = tl.arange(0, G)[None, :] * BLOCK + (row // SCALES)[:, None]
-    scale = tl.load(words[:, None] + at) >> (row % SCALES * (32 // SCALES))[:, None]
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, G, V)), (N, G * V))
-    word = tl.arange(0, G * V)
-    at = (word // V * BLOCK + 32 // SCALES + word % V * 32)[None, :] + row[:, None]
-    data = tl.load(words[:, None] + at)
+    at = tl.arange(0, G * C)
+    scale = tl.load(words[:, None] + (at // C * BLOCK + at % C)[None, :])
+    if KIND == 1:
+        scale = tl.reshape(scale, (P, G, 8, 2))
+        scale = tl.join(scale, scale >> 16)
+    else:
+        scale = tl.reshape(scale, (P, G, 8))
+        scale = tl.join(tl.join(scale, scale >> 16), tl.join(scale >> 8, scale >> 24))
+    scale = tl.reshape(tl.permute(scale, (3, 0, 4, 2, 1)), (P * 32, G, 1))
+    scale = tl.reshape(tl.broadcast_to(scale, (P * 32, G, V)), (P * 32, G * V))
+    at = tl.arange(0, G * V * 32)
+    data = tl.load(words[:, None] + (at // (V * 32) * BLOCK + C + at % (V * 32))[None, :])
+    data = tl.permute(tl.reshape(data, (P, G, V, 8, 2, 2)), (4, 0, 5, 3, 1, 2))
+    data = tl.reshape(data, (P * 32, G * V))
     # Every thread decodes the words that it reads, in the order in which a product takes them from its registers.
     if KIND == 1:
         tile = tl.join(_int8(data, scale, 0, half), _int8(data, scale, 1, half))
-        tile = tl.permute(tl.reshape(tile, (N, G, 2, 4, 2, 2)), (0, 1, 2, 5, 3, 4))
+        tile = tl.permute(tl.reshape(tile, (P * 32, G, 2, 4, 2, 2)), (0, 1, 2, 5, 3, 4))
     else:
         even = tl.join(_mxfp4(data, scale, 0, half), _mxfp4(data, scale, 2, half))
         odd = tl.join(_mxfp4(data, scale, 1, half), _mxfp4(data, scale, 3, half))
-        tile = tl.permute(tl.reshape(tl.join(even, odd), (N, G, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
-    return tl.reshape(tile, (N, K))
+        tile = tl.permute(tl.reshape(tl.join(even, odd), (P * 32, G, 4, 2, 2, 2)), (0, 1, 4, 5, 2, 3))
+    return tl.reshape(tile, (P * 32, K))
+
+
+@triton.jit
+def _columns(total, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile's sums [panels, 32 rows of a panel, pairs]. A thread has four neighbouring rows of a panel, which it
+    reads as one: of the row the bits g g g u l, in the tile's columns u, the panel, l, g g g. bf16's panels have rows j
+    and 16 + j side by side, and pairs come first."""
+    P: tl.constexpr = COLUMNS // 32
+    if KIND == 0:
+        total = tl.permute(tl.reshape(total, (PAIRS, P, 16, 2)), (1, 3, 2, 0))
+    else:
+        total = tl.permute(tl.reshape(total, (2, P, 2, 8, PAIRS)), (1, 3, 0, 2, 4))
+    return tl.reshape(total, (P, 32, PAIRS))
 
 
 @triton.jit
 def _bf16(words, K: tl.constexpr, half: tl.constexpr):
-    """Weights [K, columns] of a tile; ``words`` as for ``_coded``. A panel's rows j and 16 + j are side by side."""
+    """Weights [K, columns] of a tile; ``words`` [columns]: where the first block of each one's panel is."""
     at = tl.arange(0, K)[:, None] * 32 + (tl.arange(0, words.shape[0]) % 32)[None, :]
     if half == tl.bfloat16:
         return tl.load(tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16)[None, :] + at)
@@ -195,16 +217,14 @@ def _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS: tl
 def _store_gate_up(
     total, out, pair, end, inner, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """silu(gate) * up, columns in the order of ``arrange``."""
-    if KIND == 0:
-        gates, ups = tl.split(tl.reshape(total, (PAIRS, COLUMNS // 2, 2)))
-    else:
-        both = tl.permute(tl.reshape(total, (COLUMNS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
-        gates, ups = tl.split(both)
+    """silu(gate) * up, columns in the order of ``arrange``. ``total`` as ``_columns`` gives it."""
+    gates, ups = tl.split(tl.permute(tl.reshape(total, (COLUMNS // 32, 2, 16, PAIRS)), (0, 2, 3, 1)))
     result = (gates / (1.0 + tl.exp(-gates)) * ups).to(out.dtype.element_ty)
-    if KIND == 1:
+    if KIND == 0:
+        result = tl.trans(tl.reshape(result, (COLUMNS // 2, PAIRS)))
+    elif KIND == 1:
         result = tl.permute(tl.reshape(result, (COLUMNS // 64, 2, 4, 2, 2, PAIRS)), (5, 0, 1, 4, 2, 3))
-    elif KIND == 2:
+    else:
         result = tl.permute(tl.reshape(result, (COLUMNS // 64, 4, 2, 2, 2, PAIRS)), (5, 0, 4, 2, 1, 3))
     column = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     to = out + (pair.to(tl.int64)[:, None] * inner + column[None, :])
@@ -212,17 +232,12 @@ def _store_gate_up(
 
 
 @triton.jit
-def _store_down(
-    total, out, order, pair, end, hidden, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    if KIND == 0:  # into order here: columns that lie apart are written a sector each
-        total = tl.permute(tl.reshape(total, (PAIRS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
-        total = tl.reshape(total, (PAIRS, COLUMNS))
-    else:
-        total = tl.trans(total)
+def _store_down(total, out, order, pair, end, hidden, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``total`` as ``_columns`` gives it: columns that lie apart would be written a sector each."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=(pair < end)[:, None] & (column < hidden)[None, :])
+    result = tl.trans(tl.reshape(total.to(out.dtype.element_ty), (COLUMNS, PAIRS)))
+    tl.store(out + to, result, mask=(pair < end)[:, None] & (column < hidden)[None, :])
 
 
 @triton.jit
@@ -232,15 +247,15 @@ def _tile(
     K: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = x.dtype.element_ty
-    pair, m = first + tl.arange(0, PAIRS), tl.arange(0, COLUMNS)
+    pair = first + tl.arange(0, PAIRS)
+    here = tl.minimum(pair, end - 1)  # what a tile has beyond the last pair or panel is the last one again, not stored
     if DOWN:
-        rows, wide, panels, row = tl.minimum(pair, end - 1), inner, hidden // 32, m % 32
+        rows, wide, panels = here, inner, hidden // 32
     else:
-        rows, wide, panels = tl.load(order + tl.minimum(pair, end - 1)) // ranks, hidden, inner // 16
-        row = m // 8 % 2 * 16 + m // 16 % 2 * 8 + m % 8  # a thread gets gates and ups of the same columns
+        rows, wide, panels = tl.load(order + here) // ranks, hidden, inner // 16
     from_x = x + (rows.to(tl.int64)[:, None] * wide + tl.arange(0, K)[None, :])
-    # What of a tile lies beyond the last pair or panel is the last one again, and is not stored.
-    panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + m // 32, panels - 1)
+    panel = tl.arange(0, COLUMNS) // 32 if KIND == 0 else tl.arange(0, COLUMNS // 32)
+    panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + panel, panels - 1)
     total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
     for group in range(0, wide // 32, K // 32):
         # No tile of k is in two parts.
@@ -249,9 +264,10 @@ def _tile(
         if KIND == 0:
             total = tl.dot(part, _bf16(words, K, half), total, input_precision="ieee")
         else:
-            total = tl.dot(_coded(words, row, KIND, K, half), tl.trans(part), total, input_precision="ieee")
+            total = tl.dot(_coded(words, KIND, K, half), tl.trans(part), total, input_precision="ieee")
+    total = _columns(total, KIND, PAIRS, COLUMNS)
     if DOWN:
-        _store_down(total, out, order, pair, end, hidden, KIND, PAIRS, COLUMNS)
+        _store_down(total, out, order, pair, end, hidden, PAIRS, COLUMNS)
     else:
         _store_gate_up(total, out, pair, end, inner, KIND, PAIRS, COLUMNS)
 
