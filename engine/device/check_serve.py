@@ -23,24 +23,31 @@ import torch
 from engine import native
 from engine.api import Sampling
 from engine.device.agree import CHUNK, Known, Led, known
+from engine.device.frozen import executor_threads, frozen
 from engine.device.machine import Machine, find_machine
 from engine.device.served import LAYERS, Served, model_config, prompt, report, room_for, served, write_model
+from engine.device.watchdog import Watchdog
+from engine.experts.executor import ExecutorError
 from engine.kernels.ops import DeviceOps
+from engine.pace import HELD
 
 PROMPTS = {"first": 600, "second": 40, "third": 9, "long": 5}
 ANSWERS = {"first": 200, "second": 60, "third": 200, "long": 2000}
 """Tokens."""
 RESIDENT = 0.4
 """Of the experts."""
-MODES: dict[str, dict[str, Any]] = {
-    "all experts on the device": {"experts": "device"},
-    "hybrid": {"experts": "hybrid"},
-    "hybrid, half of the misses to the CPU": {"experts": "hybrid", "split": 0.5},
-}
+MODES: dict[str, dict[str, Any]] = {"hybrid": {"experts": "hybrid"}, "all experts on the device": {"experts": "device"}}
+HALF = "hybrid, half of the misses to the CPU", {"experts": "hybrid", "split": 0.5}
 AGREED = 0.98
 """Of the tokens, where routers choose for themselves."""
 HOST = 1e-4
 """Seconds of a step at most in which the device has nothing to do."""
+TURNS, SHORT, OUTPUT, LATER = 10, 150, 200, 0.12
+"""Turns of an agent; tokens of an answer and of a tool's output; how much longer a step may take than in one answer."""
+BESIDE = (8192, 32768)
+"""Tokens of prompts beside an answer."""
+PATIENCE = 2.0
+"""Seconds until threads that do nothing count as dead, here."""
 _WARM = 8
 """Steps that are not timed."""
 
@@ -83,61 +90,129 @@ def replays() -> Iterator[list[tuple[torch.Event, torch.Event]]]:
         yield events
 
 
-def converse_alone(vocab: int, folder: Path, machine: Machine, mode: dict[str, Any]) -> dict[str, list[int]]:
-    """What was answered; told as it comes: tok/s of one sequence, and how long the device waits for the host."""
-    with served(folder, machine, **mode) as made, replays() as events:
-        converse(made, vocab)
-        steps, graphs = made.steps[-ANSWERS["long"] + _WARM :], events[-ANSWERS["long"] + _WARM :]
-        on_device = [begin.elapsed_time(end) / 1e3 for begin, end in graphs]
-        host = median(step - busy for step, busy in zip(steps[-len(graphs) :], on_device[-len(steps) :], strict=True))
-        stats = made.scheduler.stats().values
-        parts = [stats.get(f"experts_{name}", 0.0) for name in ("hit", "fetched", "on_cpu")]
-        shares = ", ".join(f"{part / max(sum(parts), 1):.0%}" for part in parts)
-        report(f"one sequence{f'; hit, fetched, CPU {shares}' if sum(parts) else ''}", f"{1 / median(steps):.0f} tok/s")
-        report(
-            "a step; of it the device waits for the host",
-            f"{1e3 * median(steps):.2f} ms; {1e6 * host:.0f} us", host < HOST,
-        )  # fmt: skip
-        report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
-        return made.answers
+def converse_alone(made: Served, vocab: int, events: list[tuple[torch.Event, torch.Event]]) -> float:
+    """Tells, of one sequence alone, tok/s and how long the device waits for the host. -> seconds of a step."""
+    converse(made, vocab)
+    count = ANSWERS["long"] - _WARM
+    steps, graphs = made.steps[-count:], events[-count:]
+    host = median(step - begin.elapsed_time(end) / 1e3 for step, (begin, end) in zip(steps, graphs, strict=True))
+    stats = made.scheduler.stats().values
+    parts = [stats.get(f"experts_{name}", 0.0) for name in ("hit", "fetched", "on_cpu")]
+    shares = ", ".join(f"{part / max(sum(parts), 1):.0%}" for part in parts)
+    report(f"one sequence{f'; hit, fetched, CPU {shares}' if sum(parts) else ''}", f"{1 / median(steps):.0f} tok/s")
+    told = f"{1e3 * median(steps):.2f} ms; {1e6 * host:.0f} us"
+    report("a step; of it the device waits for the host", told, host < HOST)
+    report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
+    return sum(steps) / count
+
+
+def turns(made: Served, vocab: int, alone: float) -> None:
+    """An agent's turns: short answers, and after each a tool's output. ``alone``: seconds of a step of one answer."""
+    said, seconds, steps = prompt(50, 1000, vocab), 0.0, 0
+    for turn in range(TURNS):
+        made.submit(f"turn {turn}", said, Sampling(max_tokens=SHORT, temperature=0.0))
+        made.run(lambda name=f"turn {turn}": bool(made.answers[name]))  # type: ignore[misc]
+        begin = len(made.steps)
+        made.run()
+        seconds, steps = seconds + sum(made.steps[begin:]), steps + len(made.steps) - begin
+        said = [*said, *made.answers[f"turn {turn}"], *prompt(60 + turn, OUTPUT, vocab)]
+    later = seconds / steps / alone - 1
+    report(
+        f"a step of {TURNS} turns with {OUTPUT} tokens between",
+        f"{1e3 * seconds / steps:.2f} ms; {later:+.0%}",
+        later < LATER,
+    )
+
+
+def beside(made: Served, vocab: int, size: int) -> None:
+    """A prompt that comes while another sequence answers; and both aborted."""
+    endless = Sampling(max_tokens=1 << 15, temperature=0.0)
+    start = time.perf_counter()
+    made.ask("alone", prompt(size, size, vocab), 1)
+    alone = time.perf_counter() - start
+    made.submit("answers", prompt(70, 20, vocab), endless)
+    made.run(lambda: len(made.answers["answers"]) > SHORT)
+    begin, said = len(made.steps), len(made.answers["answers"])
+    made.submit("asks", prompt(size + 1, size, vocab), endless)
+    made.run(lambda: bool(made.answers["asks"]))
+    longest, took, said = max(made.steps[begin:]), sum(made.steps[begin:]), len(made.answers["answers"]) - said
+    report(
+        f"{size} tokens while another answers; between its tokens",
+        f"at most {1e3 * longest:.0f} ms, {1e3 * took / said:.1f} ms", longest < 1.5 * HELD,
+    )  # fmt: skip
+    report("they take, and alone", f"{1e3 * took:.0f} ms and {1e3 * alone:.0f} ms")
+    made.scheduler.abort("answers")
+    made.scheduler.abort("asks")
+    made.step()
+    held = made.scheduler.memory.pool.held_pages
+    report("pages that both have a step after they were aborted", f"{held}", held == 0)
+
+
+def dies(made: Served, threads: set[int], said: Known) -> bool:
+    """The CPU's threads stop: the device must not wait for ever, nor anybody believe what it computes."""
+    answer = tuple(said.tokens[said.prompt :])
+    made.submit("dies", said.tokens[: said.prompt], Sampling(max_tokens=len(answer), temperature=0.0, forced=answer))
+    made.run(lambda: bool(made.answers["dies"]))
+    start = time.perf_counter()
+    try:
+        with frozen(threads):
+            made.run()
+    except ExecutorError as error:
+        return report(
+            "its threads stop: an error", f"in {time.perf_counter() - start:.1f} s", "not answered" in str(error)
+        )
+    return report("its threads stop: an error", "none", False)
 
 
 def compare(
-    name: str, folder: Path, machine: Machine, there: dict[str, Known], vocab: int, mode: dict[str, Any]
-) -> bool:
+    name: str, folder: Path, machine: Machine, there: dict[str, Known], vocab: int, mode: dict[str, Any],
+    ops: type[Any] = DeviceOps,
+) -> bool:  # fmt: skip
     """Say the same again, with the CPU's choice of experts."""
     print(f"{name}, with the experts that the CPU chooses:", flush=True)
     led = Led(there, machine.device)
-    with led.routers(DeviceOps), served(folder, machine, chunk_tokens=CHUNK, **mode) as made:
+    impatient = patch("engine.experts.offload.Watchdog", lambda executor, _: Watchdog(executor, PATIENCE))
+    with (
+        impatient, led.routers(ops), executor_threads() as threads,
+        served(folder, machine, **{"chunk_tokens": CHUNK, **mode}) as made,
+    ):  # fmt: skip
         led.listen(made.scheduler.runner)
         converse(made, vocab, {name: list(one.tokens[one.prompt :]) for name, one in there.items()})
-    return all([errors.told(kind) for kind, errors in led.errors.items()])
+        right = all([errors.told(kind) for kind, errors in led.errors.items()])
+        return (not threads or dies(made, threads, there["long"])) and right
 
 
 def check(folder: Path, machine: Machine, quick: bool) -> bool:
     config = model_config(quick)
-    vocab, room = config.vocab, room_for(config, RESIDENT)
-    modes = {
-        name: {"device": "cuda", **({} if mode["experts"] == "device" else {"gpu_bytes": room}), **mode}
-        for name, mode in MODES.items()
-    }
-    answers = {}
-    for name, mode in modes.items():
+    vocab, room, answers = config.vocab, room_for(config, RESIDENT), {}
+    some = {"device": "cuda", "gpu_bytes": room}
+    for name, mode in MODES.items():
         print(f"{name}:", flush=True)
-        answers[name] = converse_alone(vocab, folder, machine, mode)
-    first, *others = answers.values()
-    for name, other in zip([*answers][1:], others, strict=True):
-        same = [sum(a == b for a, b in zip(first[one], other[one], strict=True)) for one in first]
-        report(f"{name}: tokens as with all on the device", f"{sum(same)} of {sum(ANSWERS.values())}")
-    start = time.perf_counter()
-    there = known(folder, {name: (_prompt(name, vocab), answer) for name, answer in first.items()}, LAYERS)
-    report("the CPU has computed the same", f"{time.perf_counter() - start:.1f} s")
-    agreed = sum(int((one.logits.argmax(1) == torch.tensor(first[name])).sum()) for name, one in there.items())
+        elastic = mode["experts"] != "device"
+        with (
+            replays() as events,
+            served(folder, machine, **{"device": "cuda", **(some if elastic else {}), **mode}) as made,
+        ):
+            alone = converse_alone(made, vocab, events)
+            answers[name] = dict(made.answers)
+            if elastic or not quick:
+                turns(made, vocab, alone)
+                for size in BESIDE[: 1 if quick else None]:
+                    beside(made, vocab, size)
+    hybrid, resident = answers.values()
+    same = sum(a == b for name in hybrid for a, b in zip(hybrid[name], resident[name], strict=True))
     total = sum(ANSWERS.values())
-    right = report(
-        "tokens that it would have chosen, routers left alone", f"{agreed} of {total}", agreed >= AGREED * total
-    )
-    return all([right, *(compare(name, folder, machine, there, vocab, mode) for name, mode in modes.items())])
+    report("tokens alike in both", f"{same} of {total}")
+    start = time.perf_counter()
+    there = known(folder, {name: (_prompt(name, vocab), resident[name]) for name in ANSWERS}, LAYERS)
+    report("the CPU has computed the same", f"in {time.perf_counter() - start:.1f} s")
+    agreed = sum(int((one.logits.argmax(1) == torch.tensor(resident[name])).sum()) for name, one in there.items())
+    right = report("and would have chosen, routers left alone", f"{agreed} of {total} tokens", agreed >= AGREED * total)
+    name, half = HALF
+    right &= compare(name, folder, machine, there, vocab, {**some, **half})
+    if not quick:
+        right &= compare("all on the device", folder, machine, there, vocab, {"device": "cuda", "experts": "device"})
+    return right
 
 
 def main() -> int:

@@ -43,6 +43,11 @@ class Hosted:
         self._room.reclaim = tier.reclaim
         return tier
 
+    def gauges(self) -> dict[str, float]:
+        """Blocks that nothing is kept in."""
+        pages, states = self._room.free
+        return {"host_pages_free": float(pages), "host_states_free": float(states)}
+
     def close(self) -> None:
         """Nothing may be on its way any more."""
         self._driver.unregister(self._address)

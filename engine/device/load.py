@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,23 +105,29 @@ def load_runner(
         raise BadConfig(f"the model cannot be loaded: {error}") from error
     memory = division.memory
     driver = _opened(machine)
-    hosted = _host(config, memory, machine, driver)
-    offloaded: OffloadedExperts | None = None
-    if plan.mode == "device":
-        memory.slots[: len(pool)].copy_(pool.slots)
-        filling.then = ResidentExperts.of_slots(
-            plan.layout, memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
-        )
-    else:
-        filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
-        offloaded.resize(division.sizes.slots)
-    pages = min(-(-context // PAGE) + 1, division.most.pages)
-    runner = DeviceRunner(
-        model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
-        most=min(plan.rows, config.max_sequences), device=device,
-    )  # fmt: skip
-    torch.set_num_threads(1)  # they would compete with those that compute experts
-    runner.prepare(progress)
+    with ExitStack() as undone:  # what is pinned would stay so
+        hosted = _host(config, memory, machine, driver)
+        if hosted is not None:
+            undone.callback(hosted.close)
+        offloaded: OffloadedExperts | None = None
+        if plan.mode == "device":
+            memory.slots[: len(pool)].copy_(pool.slots)
+            filling.then = ResidentExperts.of_slots(
+                plan.layout, memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
+            )
+        else:
+            filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
+            undone.callback(offloaded.executor.close)
+            undone.callback(offloaded.close)
+            offloaded.resize(division.sizes.slots)
+        pages = min(-(-context // PAGE) + 1, division.most.pages)
+        runner = DeviceRunner(
+            model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
+            most=min(plan.rows, config.max_sequences), device=device,
+        )  # fmt: skip
+        torch.set_num_threads(1)  # they would compete with those that compute experts
+        runner.prepare(progress)
+        undone.pop_all()
     _log.info("%s: %s", machine.gpu, plan.told())
     kernels = f"triton, attention {attention.name}"
     return Loaded(runner, kernels, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)

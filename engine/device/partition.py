@@ -190,6 +190,13 @@ class Partition:
             }
         return {name: float(value) for name, value in told.items()}
 
+    def audit(self) -> None:
+        """Waits for the device. Raises AssertionError where sizes and owners do not agree."""
+        if self._needed(self.sizes) != self._division.held:
+            raise AssertionError(f"{self._division.held} bytes are held, and {self._needed(self.sizes)} needed")
+        if self._experts is not None:
+            self._experts.residency.check()
+
     def _make_way(self, floor: int) -> None:
         """Less than the floor is given back with half as much again, and more than twice that is taken, so that neither
         calls for the other."""

@@ -15,17 +15,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.api import Done, EngineConfig, Failed, Request, Sampling, Tokens
+from engine.api import Done, EngineConfig, Failed, Request, Sampling, StoreSettings, Tokens
 from engine.bench_shapes import RandomSource, qwen36
 from engine.device.machine import Machine
 from engine.device.outline import Counting
 from engine.layers.loader import Loader
 from engine.layers.ops import Ops
-from engine.loading import load_engine
+from engine.loading import OpenStore, load_engine
 from engine.models.qwen3_5_moe import Qwen35Moe, Qwen35MoeConfig
 from engine.scheduler import Scheduler
 
 LAYERS = 4
+ROOM: dict[str, Any] = {
+    "kv_bytes": 256 << 20, "checkpoint_bytes": 64 << 20, "max_sequences": 3,
+    "store": StoreSettings("", host_bytes=1 << 28),
+}  # fmt: skip
 
 
 def model_config(quick: bool) -> Qwen35MoeConfig:
@@ -90,7 +94,7 @@ def room_for(config: Qwen35MoeConfig, share: float) -> int:
 
 @dataclass
 class Served:
-    """A scheduler, what it answered by request, and the seconds of its steps."""
+    """A scheduler, what it answered by request, and the seconds of its steps that gave tokens."""
 
     scheduler: Scheduler
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -104,7 +108,8 @@ class Served:
     def step(self) -> None:
         start = time.perf_counter()
         replies = self.scheduler.step()
-        self.steps.append(time.perf_counter() - start)
+        if any(isinstance(reply, Tokens) for reply in replies):
+            self.steps.append(time.perf_counter() - start)
         for reply in replies:
             if isinstance(reply, Tokens):
                 self.answers[reply.id] += reply.tokens
@@ -125,14 +130,16 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, machine: Machine | None, **options: Any) -> Iterator[Served]:
+def served(
+    folder: Path, machine: Machine | None, open_store: OpenStore | None = None, **options: Any
+) -> Iterator[Served]:
     """``machine`` None: by the CPU, unless ``options`` say otherwise."""
-    config = EngineConfig(
-        str(folder), **{"kv_bytes": 256 << 20, "checkpoint_bytes": 64 << 20, "max_sequences": 3, **options}
-    )
-    scheduler = Scheduler(load_engine(config, lambda *_: None, None, machine), config)
-    yield Served(scheduler)
-    scheduler.close(1.0)
+    config = EngineConfig(str(folder), **{**ROOM, **options})
+    scheduler = Scheduler(load_engine(config, lambda *_: None, open_store, machine), config)
+    try:
+        yield Served(scheduler)
+    finally:
+        scheduler.close(30.0)  # what is pinned would stay so
 
 
 def prompt(number: int, count: int, vocab: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.api import Sampling
 from engine.checkpoint import write_tiny
-from engine.device import agree, served
+from engine.device import agree, check_serve, served
 
 LAYERS = 4
 SIZES = (("a", 40), ("b", 3))
@@ -77,3 +77,19 @@ def test_a_fault_of_one_kind_of_step_is_told(
     blur(monkeypatch, lambda x: x.shape[0] > agree.FEW, 0.1)
     errors, _ = compared(model)
     assert not errors["prefill"].told("prefill") and "layer 0" in capsys.readouterr().out
+
+
+@pytest.mark.deep
+def test_the_part_of_the_check(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With threads that are stopped by another process."""
+    monkeypatch.setattr(check_serve, "PROMPTS", {"first": 20, "second": 4, "third": 3, "long": 2})
+    monkeypatch.setattr(check_serve, "ANSWERS", {"first": 50, "second": 25, "third": 3, "long": 4})
+    conversation = {
+        name: (check_serve._prompt(name, 90), served.prompt(90, count, 90))
+        for name, count in check_serve.ANSWERS.items()
+    }
+    there = agree.known(model, conversation, LAYERS)
+    assert check_serve.compare("all", model, machine(), there, 90, {**DEVICE, **ROOM, "split": 0.0}, TwinOps)
+    assert "its threads stop: an error" in capsys.readouterr().out

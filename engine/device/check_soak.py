@@ -1,0 +1,249 @@
+"""Part ``soak`` of ``engine.device.check``: sessions that come, go and come back, while memory is divided anew.
+
+What every session says is known before, and computed by the CPU in one go. The GPU is then given pieces of it at
+random, with the experts that the CPU chooses (``engine.device.agree``), so that every row of every step can be
+compared, whatever happened before: what was resumed with what was not interrupted, from all tiers; what was preempted,
+aborted, moved. In the end everything is forgotten, and nothing may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine import native
+from engine.api import PAGE, Anchor, Reuse, Sampling, StoreSettings
+from engine.device.agree import CHUNK, Known, Led, known
+from engine.device.machine import Machine, find_machine
+from engine.device.served import LAYERS, Served, model_config, report, room_for, served, write_model
+from engine.kernels.ops import DeviceOps
+from engine.loading import OpenStore
+from engine.memory.audit import audit, audit_at_rest
+from engine.memory.resize import DoesNotFit
+
+TEXTS, LENGTH, VOCAB = 8, 1500, 1 << 13
+ANSWER = 80
+"""Tokens at most."""
+LIVE = 3
+"""Sequences that run at most."""
+SECONDS, QUICK = 300.0, 25.0
+LEAST_PAGES = 40
+"""For the longest sequence, but not for three of them."""
+HOST_BYTES = 160 << 20
+"""For some of the sessions."""
+ROOM: dict[str, Any] = {"kv_bytes": 12 << 20, "checkpoint_bytes": 40 << 20, "max_sequences": LIVE}
+RESIDENT = 0.4
+"""Of the experts, at the start."""
+EXPECTED = ("divided", "resumed", "from host", "aborted")
+SLACK = 4 << 20
+"""Bytes of the device: what the last step computed."""
+SUBMITS, ABORTS, DIVIDES, FORGETS = 0.2, 0.02, 0.05, 0.002
+"""How likely before a step."""
+
+
+def texts(count: int = TEXTS, length: int = LENGTH, vocab: int = VOCAB) -> dict[str, list[int]]:
+    """Nowhere the same token as another."""
+    rng = np.random.default_rng(7)
+    each = rng.integers(0, vocab // count, (count, length)) * count + np.arange(count)[:, None]
+    return {f"t{number}": tokens for number, tokens in enumerate(each.tolist())}
+
+
+@dataclass
+class Sessions:
+    """Pieces of known texts said by an engine."""
+
+    made: Served
+    texts: dict[str, list[int]]
+    number: int = 0
+
+    def submit(self, text: str, prompt: int, answer: int, anchors: tuple[Anchor, ...] = ()) -> str:
+        """The first tokens as a prompt, and those that follow."""
+        self.number += 1
+        name, tokens = f"{text} {self.number}", self.texts[text]
+        sampling = Sampling(max_tokens=answer, temperature=0.0, forced=tuple(tokens[prompt : prompt + answer]))
+        self.made.submit(name, tokens[:prompt], sampling, session=text, anchors=anchors)
+        return name
+
+    def say(self, text: str, prompt: int, answer: int) -> Reuse:
+        name = self.submit(text, prompt, answer)
+        self.made.run()
+        return self.made.done[name].reuse
+
+    def settle(self) -> None:
+        """Until nothing is on its way to host memory or disk."""
+        memory = self.made.scheduler.memory
+        while memory.busy:
+            self.made.step()
+        store = memory.behind.store
+        if store is not None:
+            store.flush(60.0)
+
+
+def resumes(sessions: Sessions) -> bool:
+    """One session goes on while it is on the device, and again when others have taken its place there."""
+    sessions.made.scheduler.partition.set(pages=LEAST_PAGES)
+    length = len(sessions.texts["t0"])
+    first, second, third = (round(share * length) for share in (0.4, 0.5, 0.6))
+    answer = length // 40
+    sessions.say("t0", first, answer)
+    here = sessions.say("t0", second, answer).device
+    for text in sessions.texts.keys() - {"t0"}:
+        sessions.say(text, length // 2, 2)
+    sessions.settle()
+    there = sessions.say("t0", third, answer).host
+    right = report("a session goes on: on the device", f"{here} of {second} tokens", here > first - PAGE)
+    return right & report("from host memory", f"{there} of {third} tokens", there > second - PAGE)
+
+
+def soak(sessions: Sessions, seconds: float, seed: int) -> Counter[str]:
+    """Anything, in any order, at any time. -> how often what happened."""
+    made, rng, happened = sessions.made, random.Random(seed), Counter[str]()  # noqa: S311
+    scheduler, until = made.scheduler, time.monotonic() + seconds
+    while time.monotonic() < until:
+        open_ones = [name for name in made.answers if name not in made.done]
+        if len(open_ones) < 2 * LIVE and rng.random() < SUBMITS:
+            text = rng.choice([*sessions.texts])
+            answer, length = rng.randrange(1, ANSWER), len(sessions.texts[text])
+            prompt = rng.randrange(1, length - answer)
+            anchors = [Anchor(rng.randrange(1, prompt + 1), "turn", 50.0) for _ in range(rng.randrange(3))]
+            sessions.submit(text, prompt, answer, tuple(sorted(anchors)))
+        elif open_ones and rng.random() < ABORTS:
+            scheduler.abort(rng.choice(open_ones))
+        elif rng.random() < DIVIDES:
+            happened["divided"] += _divide(sessions, rng)
+        elif rng.random() < FORGETS:
+            scheduler.memory.forget(rng.choice([None, *sessions.texts]))
+        made.step()
+        happened["steps"] += 1
+        if happened["steps"] % 64 == 0:
+            audit(scheduler.memory)
+    made.run()
+    sessions.settle()
+    for reply in made.done.values():
+        happened["resumed"] += reply.reuse.device > 0
+        happened["from host"] += reply.reuse.host > 0
+        happened["from disk"] += reply.reuse.disk > 0
+        happened["aborted"] += reply.reason == "abort"
+    happened["preempted"] = int(scheduler.stats().values.get("preempted", 0))
+    return happened
+
+
+def _divide(sessions: Sessions, rng: random.Random) -> bool:
+    partition = sessions.made.scheduler.partition
+    most = partition.most
+    try:
+        partition.set(
+            slots=rng.randrange(most.slots // 8, most.slots // 2), pages=rng.randrange(LEAST_PAGES, 2 * LEAST_PAGES),
+            states=rng.randrange(1, 9),
+        )  # fmt: skip
+    except DoesNotFit:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an engine has left when nothing runs and everything is forgotten: bytes of the device that torch gave out,
+    free blocks of host memory for pages and states, bytes that the process has had at the most."""
+
+    device: int
+    blocks: tuple[float, ...]
+    resident: int
+
+    @staticmethod
+    def of(made: Served) -> Held:
+        """Raises AssertionError where something does not add up."""
+        scheduler = made.scheduler
+        memory, runner, store = scheduler.memory, scheduler.runner, scheduler.memory.behind.store
+        memory.forget(None)
+        if store is not None:
+            store.forget(None)
+        audit_at_rest(memory, LIVE)
+        scheduler.partition.audit()
+        device = torch.cuda.memory_allocated() if runner.device.type == "cuda" else 0
+        blocks = tuple(number for name, number in runner.gauges().items() if name.startswith("host_"))
+        return Held(device, blocks, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def run(
+    folder: Path, machine: Machine, there: dict[str, Known], seconds: float, ops: type[Any], **options: Any
+) -> bool:  # fmt: skip
+    """One engine, from its first session until everything is forgotten, and with a store another one after it."""
+    led, said = Led(there, machine.device), {name: [*one.tokens] for name, one in there.items()}
+    options = {
+        "chunk_tokens": CHUNK,
+        "kv_bytes": 12 << 20,
+        "checkpoint_bytes": 40 << 20,
+        "max_sequences": LIVE,
+        **options,
+    }
+    with led.routers(ops):
+        with served(folder, machine, **options) as made:
+            led.listen(made.scheduler.runner)
+            right = resumes(Sessions(made, said))
+        if options.get("open_store") is not None:
+            with served(folder, machine, **options) as made:
+                led.listen(made.scheduler.runner)
+                length = len(said["t0"])
+                found = Sessions(made, said).say("t0", round(0.7 * length), 5).disk
+                right &= report("by another engine: from disk", f"{found} tokens", found > round(0.6 * length) - PAGE)
+        with served(folder, machine, **options) as made:
+            led.listen(made.scheduler.runner)
+            sessions = Sessions(made, said)
+            soak(sessions, seconds / 5, 1)
+            before = Held.of(made)
+            happened = soak(sessions, seconds, 2)
+            after = Held.of(made)
+    for name, count in happened.items():
+        right &= report(name, str(count), count > 0 or name not in EXPECTED)
+    more = after.device - before.device
+    right &= report("bytes of the device that were not given back", str(more), more <= SLACK)
+    right &= report("blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks)
+    report("bytes of the process more than before", f"{(after.resident - before.resident) / 1e6:.1f} MB")
+    return all([right, *[errors.told(kind) for kind, errors in led.errors.items()]])
+
+
+def disk(settings: StoreSettings) -> OpenStore | None:
+    """What opens a store there; None where the package that it needs is missing."""
+    if find_spec("lmdb") is None:
+        report("from disk", "not checked: no lmdb here")
+        return None
+    from engine.worker import open_worker_store
+
+    return lambda fingerprint, page, state, hosted: open_worker_store(
+        replace(settings, host_bytes=0) if hosted else settings, fingerprint, page, state
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, help="of the soak")
+    options = parser.parse_args()
+    native.__path__.append(str(options.library.parent))  # where the native library is looked for
+    machine, config = find_machine(), replace(model_config(quick=True), vocab=VOCAB)
+    seconds = options.seconds or (QUICK if options.quick else SECONDS)
+    with tempfile.TemporaryDirectory() as name:
+        folder, settings = Path(name), StoreSettings(f"{name}/store", host_bytes=HOST_BYTES)
+        write_model(config, folder, machine.device)
+        there = known(folder, {name: (tokens[:1], tokens[1:]) for name, tokens in texts().items()}, LAYERS)
+        mode = {"device": "cuda", "experts": "hybrid", "gpu_bytes": room_for(config, RESIDENT)}
+        right = run(folder, machine, there, seconds, DeviceOps, store=settings, open_store=disk(settings), **mode)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
