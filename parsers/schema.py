@@ -24,6 +24,8 @@ _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 NESTING = 128
 """As deep as a value may be nested. Readers of JSON give up somewhere: here, in templates and in clients."""
+_ODD = re.compile('[\x00-\x1f"\\\\]')
+"""What does not stand for itself in a string of JSON."""
 _ESCAPES = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
@@ -149,6 +151,11 @@ def wire_json(raw: str) -> tuple[str, bool]:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def unquoted(text: str) -> str:
+    """Text as it stands inside a string of JSON."""
+    return quoted(text)[1:-1] if _ODD.search(text) else text
 
 
 def is_json(text: str) -> bool:

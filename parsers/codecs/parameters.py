@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from parsers.codecs.call import Call, Malformed
-from parsers.schema import is_json_object, json_of, quoted, wire_json
+from parsers.schema import is_json_object, json_of, quoted, unquoted, wire_json
 from parsers.source import Interrupted
 
 _MARKS = re.compile(r'\\.|["\n]', re.DOTALL)
@@ -149,7 +149,7 @@ class Value:
     def _add(self, text: str) -> None:
         if text and self._lead:
             if self._streams:
-                self._call.arguments(quoted(text)[1:-1])
+                self._call.arguments(unquoted(text))
             else:
                 self._parts.append(text)
 

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from parsers.codecs.call import Call, Malformed
-from parsers.schema import quoted
+from parsers.schema import unquoted
 from parsers.source import Cut, Emit, Source, Step, Stops
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -35,9 +35,10 @@ class Strings:
         """A string behind its opening quote, up to and with the closing one. Raises Interrupted and Cut."""
 
         def put(text: str) -> None:
-            if self._json and _CONTROL.search(text):
+            written = unquoted(call.text_of(text))
+            if self._json and written is not text and _CONTROL.search(text):
                 call.tolerate("raw_control_character")
-            emit(quoted(call.text_of(text))[1:-1])
+            emit(written)
 
         emit('"')
         while True:
@@ -91,10 +92,10 @@ def _python_escape(source: Source) -> Step[str]:
     if kind in _HEX_DIGITS:
         digits = yield from _characters(source, _HEX_DIGITS[kind])
         try:
-            return quoted(chr(int(digits, 16)).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))[1:-1]
+            return unquoted(chr(int(digits, 16)).encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except (ValueError, OverflowError):
-            return quoted("\\" + kind + digits)[1:-1]
-    return quoted(_OF_PYTHON.get(kind, "\\" + kind))[1:-1]
+            return unquoted("\\" + kind + digits)
+    return unquoted(_OF_PYTHON.get(kind, "\\" + kind))
 
 
 def _characters(source: Source, count: int) -> Step[str]:
