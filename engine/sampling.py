@@ -135,8 +135,10 @@ class Sampler:
 
     @property
     def mask(self) -> Future[Mask] | None:
-        """Within which the best of a row are wanted; None: within all of it, which log probabilities are of."""
-        return None if self._guide is None or self._scored else self._guide.mask()
+        """Within which the best of a row are wanted; None: within all of it, which log probabilities are of. Asking
+        begins it."""
+        mask = self._guide.mask() if self._guide is not None else None
+        return None if self._scored else mask
 
     @property
     def ready(self) -> bool:

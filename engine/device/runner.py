@@ -131,10 +131,10 @@ class DeviceRunner(Runner):
         if not any(wanted):
             self._masks.copy(masks)
         step = self._steps.launch(parts)
-        over = self._marked()
+        over = self._marked() if any(wanted) else None
         if self._experts is not None and self._learns:
             self._experts.learn()  # from the step before, while this one runs
-        if any(wanted):
+        if over is not None:
             masks = in_time(wanted, over, alone=len(parts) == 1)
             self._masks.copy(masks)
             self._steps.finish_again(step)

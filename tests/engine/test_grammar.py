@@ -255,7 +255,7 @@ def test_without_a_vocabulary_there_are_no_grammars(tiny: Callable[..., Path]) -
 def test_others_go_on_while_a_mask_is_made(
     bench: Bench, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own sequence waits for it, and may end meanwhile."""
+    """Its own sequence waits for it, and may end meanwhile, or give way and come back."""
     bound, free = replace(DRAWN, constraint=WORDS), replace(DRAWN, max_tokens=20)
     expected = Bench(tiny("qwen3_5_moe"), vocabulary=vocabulary).ask(PROMPT, bound).tokens
     gate, quick, made = threading.Event(), iter(range(4)), Guide._allowed
@@ -272,6 +272,10 @@ def test_others_go_on_while_a_mask_is_made(
     assert 0 < len(bench.outcomes[late].tokens) + len(bench.outcomes[aborted].tokens) <= 4
     bench.step()
     bench.scheduler.abort(aborted)
+    (waiting,) = bench.scheduler._running
+    assert waiting.late and not waiting.remaining
+    bench.scheduler._preempt(waiting)
+    bench.step()
     gate.set()
     bench.run()
     assert bench.outcomes[late].tokens == expected
