@@ -257,6 +257,7 @@ def _tile(
     panel = tl.arange(0, COLUMNS) // 32 if KIND == 0 else tl.arange(0, COLUMNS // 32)
     panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + panel, panels - 1)
     total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
+    tl.assume(wide >= 32)  # else the assembler lets products wait for each other, for the sake of sums of nothing
     for group in range(0, wide // 32, K // 32):
         # No tile of k is in two parts.
         words = _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS, DOWN)
