@@ -51,6 +51,7 @@ MAX_CHECKPOINTS = 4096
 _GRANULE = 256 << 10
 """In which memory is had where the processor computes."""
 _DEFAULTS = EngineConfig("")
+_OF_A_GPU = ("experts", "expert_format", "gpu_bytes", "split", "attention")
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,13 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
 def _on_device(
     config: EngineConfig, checkpoint: _Checkpoint, machine: Machine | None, progress: Progress
 ) -> _Built | None:
-    """None where the CPU is to serve."""
+    """None where the CPU is to serve. With ``auto`` it is, and says why, unless something was asked of a GPU."""
+    asked = [name for name in _OF_A_GPU if getattr(config, name) != getattr(_DEFAULTS, name)]
     if config.device == "cpu":
-        for name in ("experts", "expert_format", "gpu_bytes", "split", "attention"):
-            if (value := getattr(config, name)) != getattr(_DEFAULTS, name):
-                raise BadConfig(f"{name} {value} is for serving from a GPU; choose device cuda, or drop it")
+        for name in asked:
+            raise BadConfig(f"{name} {getattr(config, name)} is for serving from a GPU; choose device cuda, or drop it")
         return None
-    from engine.device.machine import find_machine
+    from engine.device.machine import NoGpu, find_machine
     from engine.device.outline import outline
     from engine.device.plan import make_plan
 
@@ -223,10 +224,10 @@ def _on_device(
         room = _Room.of(config, what.manifest, what.dtype)
         plan = make_plan(config, what, machine, room.pages, room.states(config.max_sequences))
     except BadConfig as error:
-        if config.device == "auto":
-            _log.warning("serving from the CPU: %s", error)
-            return None
-        raise
+        if config.device == "cuda" or asked:
+            raise
+        _log.log(logging.INFO if isinstance(error, NoGpu) else logging.WARNING, "serving from the CPU: %s", error)
+        return None
     from engine.device.load import load_runner  # Triton, which a machine without a GPU need not have
 
     source = Source(checkpoint.directory, config.dtype)

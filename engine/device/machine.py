@@ -34,10 +34,14 @@ class Machine:
     virtual: Callable[[], VirtualMemory] | None = None
 
 
+class NoGpu(BadConfig):
+    """There is no GPU, or none that torch knows of."""
+
+
 def find_machine() -> Machine:
-    """The current CUDA device. Raises BadConfig where it cannot be used."""
+    """The current CUDA device. Raises NoGpu, and BadConfig where it cannot be used."""
     if not torch.cuda.is_available():
-        raise BadConfig("torch finds no NVIDIA GPU; install its driver and a torch with CUDA, or serve with device cpu")
+        raise NoGpu("torch finds no NVIDIA GPU; install its driver and a torch with CUDA, or serve with device cpu")
     if find_spec("triton") is None:
         raise BadConfig("the package triton is not installed; `pip install triton`, or serve with device cpu")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -260,7 +260,9 @@ def test_what_cannot_be_served_is_known_before_it_is_read(
 def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BadConfig, match=r"torch finds no NVIDIA GPU; install its driver .* device cpu"):
         Bench(model("qwen3_moe"), device="cuda", expert_format="int8")
-    with bench(model("qwen3_moe"), device="auto") as made:
+    with pytest.raises(BadConfig, match="torch finds no NVIDIA GPU"):  # which was asked for something
+        Bench(model("qwen3_moe"), device="auto", expert_format="int8")
+    with caplog.at_level("INFO"), bench(model("qwen3_moe"), device="auto") as made:
         assert len(made.ask(prompt(1, 5)).tokens) == 8
     assert "serving from the CPU: torch finds no NVIDIA GPU" in caplog.text
 
