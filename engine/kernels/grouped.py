@@ -1,10 +1,11 @@
 """Routed experts for many rows: matrix products of the rows that chose an expert with its blob (``experts.layout``).
 
 Pairs (a row and one of its ranks) are sorted by expert; a program takes a tile of one expert's pairs and a tile of its
-columns, and decodes the blob's blocks into tensor core operands as it goes. Activations are rounded to the precision of
-the products, 16-bit on a GPU (a relative 1.1e-3 of each number, about 1.6e-3 of the result); weights are exact but for
-int8, whose scale times code is rounded likewise. Sums are float32. Which tile a program has follows from where experts
-begin alone: expert e's tiles are numbered from ``start[e] // tile + e`` on, so some numbers have none.
+columns, and decodes the blob's blocks into tensor core operands as it goes: quantised weights are the left factor,
+which may come from registers. Activations are rounded to the precision of the products, 16-bit on a GPU (a relative
+1.1e-3 of each number, about 1.6e-3 of the result); weights are exact but for int8, whose scale times code is rounded
+likewise. Sums are float32. Which tile a program has follows from where experts begin alone: expert e's tiles are
+numbered from ``start[e] // tile + e`` on, so some numbers have none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
     "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 4)),
-    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(256, 64, 128, 64, 8, 3)),
+    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 3), Tile(256, 64, 128, 64, 8, 3)),
     "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
 }
 """The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""
@@ -118,10 +119,11 @@ def _mxfp4(data, scale, PLACE: tl.constexpr, half: tl.constexpr):
         nibbles = (data >> (PLACE // 2 * 8)) & (0x000F000F << (PLACE % 2 * 4))
         codes = (nibbles * (4160 >> (PLACE % 2 * 4))) & -2118090304
         weights = tl.inline_asm_elementwise(
-            """{ .reg .b32 codes, large;
+            """{ .reg .b32 codes, large, zero;
             mov.b32 large, 0x7E807E80;
-            mul.rn.bf16x2 codes, $1, large;
-            mul.rn.bf16x2 $0, codes, $2; }""",
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 codes, $1, large, zero;
+            fma.rn.bf16x2 $0, codes, $2, zero; }""",
             "=r,r,r", [codes, (scale & 255) * 8388736], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
         return _pairs(weights)
