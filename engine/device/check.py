@@ -72,6 +72,10 @@ PARTS = {
     "serve": Part(
         "the scheduler over offloaded experts, against the CPU's", ("engine.device.check_serve", "{library}"), 180
     ),
+    "soak": Part(
+        "sessions that come, go and come back, while memory is divided anew",
+        ("engine.device.check_soak", "{library}"), 480,
+    ),
     "bandwidth": Part("what the machine can do", ("engine.bench_bandwidth", "--library", "{library}"), 180),
 }  # fmt: skip
 

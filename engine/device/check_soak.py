@@ -9,6 +9,7 @@ aborted, moved. In the end everything is forgotten, and nothing may be left.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import resource
 import sys
@@ -170,6 +171,7 @@ class Held:
         memory.forget(None)
         if store is not None:
             store.forget(None)
+        gc.collect()  # engines that were closed before
         audit_at_rest(memory, LIVE)
         scheduler.partition.audit()
         device = torch.cuda.memory_allocated() if runner.device.type == "cuda" else 0
