@@ -11,13 +11,15 @@ import hashlib
 import json
 import re
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, Turn
+from parsers.conversation import Block, Conversation, Role, Text, Thinking, Tool, ToolCall, Turn, same_tools
 
 _TURN = 64
+_TOOLS = 16
+"""Lists of tools whose digests are remembered."""
 _NOT_ALNUM = re.compile(r"[^0-9A-Za-z]")
 
 
@@ -49,6 +51,15 @@ class Digests:
         self._most = most
         self._size = 0
         self._known: OrderedDict[Turn, TurnDigest] = OrderedDict()
+        self._tools: deque[tuple[Sequence[Tool], bytes]] = deque(maxlen=_TOOLS)
+
+    def of_tools(self, tools: Sequence[Tool]) -> bytes:
+        """Remembered for the same objects."""
+        known = next((made for some, made in self._tools if same_tools(some, tools)), None)
+        if known is None:
+            known = tools_digest(tools)
+            self._tools.append((tools, known))
+        return known
 
     def of(self, turn: Turn) -> TurnDigest:
         known = self._known.get(turn)

@@ -128,8 +128,9 @@ class Journal:
 
     def stands(self, found: Restored) -> bool:
         """Would the same be found again, by the same turn behind the same link? That it was asked for is noted."""
-        if any(self._by_name.get(name) is not numbers for name, numbers in found.seen):
-            return False
+        for name, numbers in found.seen:
+            if self._by_name.get(name) is not numbers:
+                return False
         if found.number >= 0:
             self._entries.move_to_end(found.number)
         return True

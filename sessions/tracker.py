@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from parsers.conversation import Conversation
@@ -13,7 +13,7 @@ from sessions import archive
 from sessions.anchors import AnchorPoint, WatchPoint
 from sessions.archive import ArchiveError
 from sessions.causes import Asked, Cause
-from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest, tools_digest
+from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
     HARNESSES,
@@ -32,7 +32,7 @@ from sessions.persist import Persist
 from sessions.prior import counted, priorities
 from sessions.session import Branch, Limits, RequestRecord, Session, SessionDetail, SessionSummary
 from sessions.visit import Finished, Place, ReuseReport, Visit
-from sessions.walks import Step, Walk, Walks
+from sessions.walks import Steps, Walk, Walks
 
 __all__ = [
     "AnchorPoint",
@@ -223,7 +223,7 @@ class Sessions:
         walk, common = self._walks.find(conversation)
         turns = [*walk.digests[:common], *map(self._digests.of, conversation.turns[common:])]
         scope = digest(meta.namespace, identity.session) if not identity.threads else b""
-        head = _head(conversation) if scope else b""
+        head = system_digest(conversation) + self._digests.of_tools(conversation.tools) if scope else b""
         first = head_turns(conversation)
         known = walk.links[: max(common - first, 0)] if (scope, first) == (walk.scope, walk.head) else ()
         links = linked(scope, turns[first:], known) if scope else []
@@ -232,14 +232,13 @@ class Sessions:
         if harness.reattach_tools and identity.kind == "compaction" and not conversation.tools:
             conversation = replace(conversation, tools=branch.tools)
         count = keep and identity.kind != "side"
-        came = tuple(turns)
         steps = self._restore(session, branch.name, conversation, turns, (walk, common))
         if count:
-            self._verdicts.update(step.found.verdict for step in steps if step.found is not None)
+            self._verdicts.update([found.verdict for _, found in steps.found])
             journal, tools = session.journal, conversation.tools
-            made = Walk(conversation.turns, came, scope, first, links, journal, branch.name, tools, steps)
+            made = Walk(conversation.turns, turns, scope, first, links, journal, branch.name, tools, steps)
             self._walks.keep(made, walk)
-        restored = replace(conversation, turns=tuple(step.turn for step in steps))
+        restored = replace(conversation, turns=tuple(steps.turns))
         worth = priorities(self._habits.get(harness.name, {}))
         elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
         return Place(
@@ -248,8 +247,9 @@ class Sessions:
             harness,
             identity,
             restored,
-            tuple(turns),
-            steps[-1].link if steps else b"",
+            tuple(steps.digests),
+            self._digests.of_tools(conversation.tools),
+            steps.link,
             scope,
             head,
             tuple(keys),
@@ -326,26 +326,26 @@ class Sessions:
         session: Session,
         branch: str,
         conversation: Conversation,
-        turns: MutableSequence[TurnDigest],
+        turns: Sequence[TurnDigest],
         before: tuple[Walk, int],
-    ) -> Sequence[Step]:
-        """Puts exact tokens into the assistant turns that are known, and their digests into ``turns``. ``before``: who
-        walked here, and how many of these turns."""
+    ) -> Steps:
+        """The turns with exact tokens in those of the assistant's that are known; ``turns`` are their digests.
+        ``before``: who walked here, and how many of these turns."""
         schemas = {tool.name: tool.parameters for tool in conversation.tools}
         walk, common = before
-        steps = [*walk.restored(session.journal, branch, conversation.tools, common)]
-        link = steps[-1].link if steps else b""
-        for index, turn in enumerate(conversation.turns[len(steps) :], len(steps)):
-            found = None
+        steps = walk.restored(session.journal, branch, conversation.tools, common)
+        link = steps.link
+        for index, turn in enumerate(conversation.turns[len(steps.turns) :], len(steps.turns)):
+            described = turns[index]
             if turn.role == "assistant":
-                found = session.journal.restore(turn, link, branch, schemas, turns[index])
-                turn, link = found.turn, found.link
+                found = session.journal.restore(turn, link, branch, schemas, described)
+                turn, link, described = found.turn, found.link, found.digest
+                steps.found.append((index, found))
             elif turn.role != "system":
-                link = next_link(link, turns[index].key)
-            steps.append(Step(turn, link, found))
-        for index, step in enumerate(steps):
-            if step.found is not None:
-                turns[index] = step.found.digest
+                link = next_link(link, described.key)
+            steps.turns.append(turn)
+            steps.digests.append(described)
+            steps.links.append(link)
         return steps
 
     def _remember(self, done: Finished) -> None:
@@ -446,10 +446,6 @@ class Sessions:
             session.stored_tokens = session.tokens
             session.asleep = True
             session.empty()
-
-
-def _head(conversation: Conversation) -> bytes:
-    return system_digest(conversation) + tools_digest(conversation.tools)
 
 
 def _last(keys: Sequence[bytes], head: bytes) -> bytes:

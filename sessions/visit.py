@@ -12,7 +12,7 @@ from parsers.load import Family
 from parsers.render import Prompt
 from sessions.anchors import AnchorPoint, WatchPoint, anchor_points, watch_points
 from sessions.causes import Asked, Cause, Reuse, counted, explain, facts
-from sessions.digest import TurnDigest, head_turns, pack, system_digest, tools_digest, turn_digest
+from sessions.digest import TurnDigest, head_turns, pack, system_digest, turn_digest
 from sessions.exact import sampled_turn
 from sessions.harness import Harness, Identity, Kind, Protocol
 from sessions.idle import Followup
@@ -60,9 +60,9 @@ class ReuseReport:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request belongs. ``turns`` are the digests of ``conversation``'s turns, ``link`` names all of them (see
-    ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its own
-    entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness,
+    """Where a request belongs. ``turns`` and ``tools`` are the digests of ``conversation``'s, ``link`` names all turns
+    (see ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its
+    own entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness,
     ``leads`` what leads to where its openings part.
     ``elsewhere``: tokens of another tokenizer or template are remembered of it.
     Session and branch, where they are new, are known to nobody else until the request was accepted."""
@@ -73,6 +73,7 @@ class Place:
     identity: Identity
     conversation: Conversation
     turns: tuple[TurnDigest, ...]
+    tools: bytes
     link: bytes
     scope: bytes
     head: bytes
@@ -222,7 +223,7 @@ class Visit:
         conversation = self.conversation
         self._asked = Asked(
             prompt.packed,
-            tools_digest(conversation.tools),
+            self._place.tools,
             system_digest(conversation),
             head_turns(conversation),
             self._place.turns,

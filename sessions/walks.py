@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from parsers.conversation import Conversation, Tool, Turn, same_tools
 from sessions.digest import TurnDigest
@@ -15,12 +17,22 @@ _KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A turn as it was restored, of the assistant's in ``found``, and the link up to it."""
+class Steps:
+    """Turns as they were restored, their digests, and the links up to them; what was ``found`` of the assistant's, with
+    their numbers."""
 
-    turn: Turn
-    link: bytes
-    found: Restored | None
+    turns: list[Turn]
+    digests: list[TurnDigest]
+    links: list[bytes]
+    found: list[tuple[int, Restored]]
+
+    def first(self, count: int) -> Steps:
+        found = self.found[: bisect_left(self.found, count, key=itemgetter(0))]
+        return Steps(self.turns[:count], self.digests[:count], self.links[:count], found)
+
+    @property
+    def link(self) -> bytes:
+        return self.links[-1] if self.links else b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,15 +48,14 @@ class Walk:
     journal: Journal | None = None
     branch: str = ""
     tools: tuple[Tool, ...] = ()
-    steps: Sequence[Step] = ()
+    steps: Steps = field(default_factory=lambda: Steps([], [], [], []))
 
-    def restored(self, journal: Journal, branch: str, tools: Sequence[Tool], common: int) -> Iterable[Step]:
+    def restored(self, journal: Journal, branch: str, tools: Sequence[Tool], common: int) -> Steps:
         """The steps of the first ``common`` turns, as far as they would come out the same."""
-        if journal is self.journal and branch == self.branch and same_tools(tools, self.tools):
-            for step in self.steps[:common]:
-                if step.found is not None and not journal.stands(step.found):
-                    return
-                yield step
+        if journal is not self.journal or branch != self.branch or not same_tools(tools, self.tools):
+            return self.steps.first(0)
+        fallen = (at for at, found in self.steps.found if at >= common or not journal.stands(found))
+        return self.steps.first(min(common, next(fallen, common)))
 
 
 class Walks:
