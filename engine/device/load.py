@@ -136,7 +136,6 @@ def load_runner(
 def _offload(
     config: EngineConfig, plan: Plan, pool: Pool, memory: DeviceMemory, driver: Driver, progress: Progress
 ) -> OffloadedExperts:
-    progress("pinning experts", 0, 1)
     part = plan.layout.nbytes / plan.layout.parts
     costs = (1e9 * part / plan.rates.cpu, 1e9 * part / plan.rates.link) if plan.rates else (1.0, 1.0)
     split = Split(pool.layers, *costs)
@@ -149,11 +148,14 @@ def _offload(
     except NativeLibraryError as error:
         raise BadConfig(str(error)) from error
     try:
-        experts.start(fetches=plan.mode != "cpu", measures=plan.rates is None)
+        experts.start(
+            fetches=plan.mode != "cpu", measures=plan.rates is None,
+            progress=lambda done, total: progress("pinning experts", done, total),
+        )  # fmt: skip
     except DriverError as error:
         experts.close()
         executor.close()
-        raise _unpinned(pool.nbytes, "experts", "choose experts cpu, which pins none of them", error) from error
+        raise _unpinned(executor.layout.nbytes, "requests to the CPU", "serve with device cpu", error) from error
     return experts
 
 
@@ -169,12 +171,16 @@ def _host(config: EngineConfig, memory: DeviceMemory, machine: Machine, driver: 
     if machine.lanes is None:
         return None
     nbytes = StoreSettings("").host_bytes if config.store is None else config.store.host_bytes
-    try:
-        return Hosted(memory.cache, machine.lanes(), driver, nbytes, machine.device)
-    except ValueError as error:
-        raise BadConfig(f"the host cache cannot be had: {error}; see --host-cache") from error
-    except DriverError as error:
-        raise _unpinned(nbytes, "host cache", "lower it (--host-cache)", error) from error
+    unpinned: BadConfig | None = None
+    while True:
+        try:
+            return Hosted(memory.cache, machine.lanes(), driver, nbytes, machine.device)
+        except ValueError as error:
+            raise unpinned or BadConfig(f"the host cache cannot be had: {error}; see --host-cache") from error
+        except DriverError as error:
+            unpinned = _unpinned(nbytes, "host cache", "lower it (--host-cache)", error)
+            _log.warning("%s; trying half of it", unpinned)
+            nbytes //= 2
 
 
 def _unpinned(nbytes: int, what: str, instead: str, error: DriverError) -> BadConfig:

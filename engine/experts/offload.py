@@ -7,6 +7,7 @@ changes speed, and the last bits of the sums.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 
@@ -17,7 +18,8 @@ from engine.device.driver import Driver
 from engine.device.watchdog import PATIENCE, Watchdog
 from engine.experts.cost import cpu_costs
 from engine.experts.executor import Executor
-from engine.experts.pool import Pool
+from engine.experts.pinning import Pinned, pin
+from engine.experts.pool import Pool, Progress
 from engine.experts.prefill import Prefill
 from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
@@ -25,6 +27,8 @@ from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels.experts import Sums
 from engine.kernels.resolve import resolve
+
+_log = logging.getLogger(__name__)
 
 DECODED = 16
 """Rows at most that one decision is made for; more are prefill."""
@@ -67,7 +71,8 @@ class OffloadedExperts:
         self._chooser = Chooser(pool.layers, pool.experts, self.residency.slots)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.prefill = Prefill(pool, executor, driver, split, self.residency, slots, self._arrivals)
-        self._mailbox = self._pool = 0
+        self._mailbox = 0
+        self._pinned: Pinned | None = None
         self._packed = 0
         self._watchdog = Watchdog(executor, patience)
 
@@ -78,23 +83,34 @@ class OffloadedExperts:
             self.pool.put(layer, expert, gate_up[expert], down[expert])
         return layer
 
-    def start(self, fetches: bool = True, *, measures: bool = False) -> None:
-        """Map pool and mailbox for the device: filled memory is pinned several times faster. Without ``fetches`` the
-        pool is left alone, and the split stays fixed at 0. ``measures``: the split is not to believe what it began
-        with. Raises DriverError."""
+    def start(
+        self, fetches: bool = True, *, measures: bool = False, progress: Progress = lambda done, total: None
+    ) -> None:
+        """Map pool and mailbox for the device: filled memory is pinned several times faster. ``progress`` in layers.
+        Layers that cannot be pinned are left to the CPU. Without ``fetches`` all are, and the split stays fixed at 0.
+        ``measures``: the split is not to believe what it began with. Raises DriverError when the mailbox cannot be
+        mapped either."""
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
         if fetches:
-            self._pool = self._driver.register(self.pool.address(0), whole_pages(self.pool.nbytes))
-            if measures:
+            self._pinned = pinned = pin(self._driver, self.pool, progress)
+            self._split.link(pinned.layers)
+            if measures and pinned.layers:
                 self._split.expect(*self._measured())
-            self.prefill.start(self._pool, self._mailbox)
+            if pinned.why is None:
+                self.prefill.start(pinned.pointer, self._mailbox)
+            else:
+                _log.warning(
+                    "the experts of %d of %d layers can be pinned for the device (%s); the CPU computes the others, "
+                    "and prompts are slow: allow more locked memory (RLIMIT_MEMLOCK, `ulimit -l`)",
+                    pinned.layers, self.pool.layers, pinned.why,
+                )  # fmt: skip
         self._share()
 
     def close(self) -> None:
         """Nothing may be running on the device. Pool and executor stay."""
         self._watchdog.close()
-        if self._pool:
-            self._driver.unregister(self.pool.address(0))
+        if self._pinned is not None:
+            self._pinned.unpin(self._driver)
         if self._mailbox:
             self._driver.unregister(self.executor.mailbox.data_ptr())
 
@@ -160,7 +176,8 @@ class OffloadedExperts:
 
         resolve(self.residency, ids, layer, decision)
         kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
-        source = self._pool or self._mailbox  # a pool that is not mapped is not read from
+        pinned = self._pinned.pointer if self._pinned else 0
+        source = pinned or self._mailbox  # a pool that is not mapped is not read from
         kernels.fetch(source, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
         kernels.down(inner, self._slots, decision, layout, out)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.experts.layout import Layout
+from engine.experts.numa import interleave, memory_nodes
 
 ALIGNMENT = 2 << 20
 """A large page: fewer translations for the readers, and far fewer pages for a driver to pin."""
@@ -36,6 +37,7 @@ class Pool:
         self.stride = -(-layout.nbytes // STRIDE) * STRIDE
         self.nbytes = layers * experts * self.stride
         self.tensor = aligned(self.nbytes, ALIGNMENT)
+        interleave(self.address(0), self.nbytes, memory_nodes())
 
     def __len__(self) -> int:
         return self.layers * self.experts

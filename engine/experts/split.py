@@ -32,6 +32,7 @@ class Split:
             raise ValueError(f"a split needs layers, not {layers}")
         self._layers = layers
         self._fixed: float | None = None
+        self._linked = layers
         self.expect(cpu_ns, link_ns)
 
     def expect(self, cpu_ns: float, link_ns: float) -> None:
@@ -56,8 +57,13 @@ class Split:
     @property
     def share(self) -> npt.NDArray[np.int32]:
         """int32 [layers], as ``Residency.share`` takes it."""
-        share = self._share if self._fixed is None else np.full_like(self._share, self._fixed)
+        share = self._share.copy() if self._fixed is None else np.full_like(self._share, self._fixed)
+        share[self._linked :] = 0.0
         return np.rint(share * ONE).astype(np.int32)
+
+    def link(self, layers: int) -> None:
+        """Nothing goes over the link for others than the first ``layers``: the device cannot read their experts."""
+        self._linked = layers
 
     def fix(self, share: float) -> None:
         """The same share for all layers and steps, for results that can be repeated."""
