@@ -237,11 +237,27 @@ def test_every_prefix_of_the_arguments_is_one_of_the_json(name: str, data: st.Da
 
 
 @every_format
+@quick
+@given(data=st.data(), reason=st.sampled_from(["stop", "length"]), tools=st.booleans())
+def test_plain_text_is_passed_on_whole(name: str, data: st.DataObject, reason: str, tools: bool) -> None:
+    found = machine(name)
+    text = data.draw(clean(found, st.one_of(ANY_TEXT, TRICKY)))
+    ids = [*text_header(found), *found.tokenizer.encode(text)]
+    parsed = found.parse(ids, TOOLS if tools else (), reason=reason)  # type: ignore[arg-type]
+    assert (parsed.text, parsed.thinking, parsed.calls, parsed.tolerated) == (text, "", [], [])
+
+
+def text_header(found: Machine) -> list[int]:
+    """What stands in front of text where turns are several messages."""
+    frames = found.format.frames
+    return found.tokenizer.encode_trusted(frames.text + frames.message) if frames else []
+
+
+@every_format
 def test_text_arrives_at_once(name: str) -> None:
     found = machine(name)
     parser = found.parser()
-    start = found.format.frames.text + found.format.frames.message if found.format.frames else ""
-    for token in found.tokenizer.encode_trusted(start):
+    for token in text_header(found):
         parser.feed(token)
     for letter in "plain words, one at a time":
         events = [event for token in found.tokenizer.encode(letter) for event in parser.feed(token)]
@@ -251,10 +267,8 @@ def test_text_arrives_at_once(name: str) -> None:
 @every_format
 def test_code_points_split_over_tokens_never_flicker(name: str) -> None:
     found = machine(name)
-    start = found.format.frames.text + found.format.frames.message if found.format.frames else ""
-    text = "é😀日本\u2028x"
-    ids = [*found.tokenizer.encode_trusted(start), *map(found.tokenizer.piece, map(bytes, zip(text.encode())))]
-    head = len(found.tokenizer.encode_trusted(start))
+    text, head = "é😀日本\u2028x", len(text_header(found))
+    ids = [*text_header(found), *map(found.tokenizer.piece, map(bytes, zip(text.encode())))]
     assert found.parse(ids).parts == [("text", text)]
     assert found.parse(ids[: head + 3], reason="length").text == "é"
     assert found.parse(ids[: head + 3], reason="stop").text == "é\ufffd"

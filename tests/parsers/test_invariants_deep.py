@@ -51,6 +51,12 @@ def test_every_prefix_of_the_arguments(name: str, data: st.DataObject) -> None:
     inner(quick.test_every_prefix_of_the_arguments_is_one_of_the_json)(name=name, data=data)
 
 
+@deep
+@given(data=st.data(), reason=st.sampled_from(["stop", "length"]), tools=st.booleans())
+def test_plain_text_is_passed_on_whole(name: str, data: st.DataObject, reason: str, tools: bool) -> None:
+    inner(quick.test_plain_text_is_passed_on_whole)(name=name, data=data, reason=reason, tools=tools)
+
+
 def test_answers_of_a_grammar_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "SEEDS", range(3, 40))
     grammar.test_a_demanded_call_parses_as_one(name)
