@@ -111,7 +111,7 @@ PEAKED = np.random.default_rng(5).normal(0, 3, 3000).astype(np.float32)
 def test_usual_requests_need_no_whole_row(options: dict[str, Any]) -> None:
     sampling = Sampling(**{"max_tokens": 4, "seed": 3, **options})
     highest = 99.0 if sampling.min_p else 7.0
-    masks: list[Any] = [None, Mask(PEAKED < highest)]
+    masks: list[Any] = [None, Mask(highest > PEAKED)]
     if sampling.logprobs is None and not sampling.min_p:
         masks.append(Mask((PEAKED < 4.0) & (np.arange(len(PEAKED)) % 9 < 2)))  # none among the best of all
     for mask in masks:
