@@ -95,7 +95,7 @@ def test_the_oldest_give_way() -> None:
 
 def test_what_is_known_of_a_harness_need_not_be_learnt(worlds: Any) -> None:
     """The first prompt of Qwen Code has a checkpoint before the state of the repository."""
-    world, (before,) = worlds(), QWEN_CODE.before_changes
+    world, before = worlds(), QWEN_CODE.before_changes[0]
     meta = replace(CHAT, headers={"user-agent": "QwenCode/0.24.4"})
     system = Turn("system", (Text(f"You are Qwen Code. {RULES}\n{before} main\ngit: Status:\n{RULES}"),))
     visit = world.sessions.begin(meta, Conversation((system, Turn("user", (Text("Build it."),))), (BASH,)), "one")
