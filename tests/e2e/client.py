@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from tests.e2e.terminal import Terminal
 E2E = Path(__file__).resolve().parents[2] / ".e2e"
 CLOSED = "http://127.0.0.1:9"
 """A proxy that refuses: whatever the client tries to reach besides the server fails at once."""
-RUN_SECONDS = 240
+RUN_SECONDS = 400
 POLL_SECONDS = 0.05
-ANSWER_SECONDS = 90.0
+ANSWER_SECONDS = 240.0
 ANSWER_TOKENS = 200
-ABORT_SECONDS = 5.0
+ABORT_SECONDS = 15.0
 PRESSES = 3
 
 
@@ -35,6 +35,11 @@ def made_project(path: Path) -> Path:
     subprocess.run(["git", "init", "--quiet"], cwd=path, check=True)
     subprocess.run(["git", *commit, "--message", "Start"], cwd=path, check=True)
     return path
+
+
+def package_folder(driver: Driver) -> Path:
+    """Of one that npm installs."""
+    return (E2E / driver.folders[0]).parent / driver.harness.package.name
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,6 @@ class Client:
     def start(self, prompt: str) -> str:
         """A new conversation in a process of its own."""
         return self.run(*(part.replace("PROMPT", prompt) for part in self.driver.first))
-
-    def beside(self, name: str) -> Client:
-        """The same user with another project of that name."""
-        return replace(self, project=made_project(self.project.with_name(name)))
 
     def go_on(self, prompt: str) -> str:
         """The next message of that conversation, in a new process."""
@@ -125,8 +126,8 @@ class Client:
         """As its package says."""
         package = self.driver.harness.package
         if package.registry == "npm":
-            text = (E2E / self.driver.folders[0]).parent / package.name / "package.json"
-            return str(json.loads(text.read_text(encoding="utf-8"))["version"])
+            text = (package_folder(self.driver) / "package.json").read_text(encoding="utf-8")
+            return str(json.loads(text)["version"])
         python = E2E / self.driver.folders[0] / "python"
         ask = f"from importlib.metadata import version; print(version({package.name!r}))"
         return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()

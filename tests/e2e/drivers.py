@@ -28,21 +28,32 @@ class Tools:
 
 
 @dataclass(frozen=True)
+class Lack:
+    """Why a harness has no such thing, and where it ``says`` so itself: in a ``file`` of its package."""
+
+    why: str
+    file: str
+    says: str
+
+
+@dataclass(frozen=True)
 class Driver:
     """``folders`` are those of its programs, below ``.e2e``. ``first`` and ``again`` are the arguments of a new
-    conversation and of the next message to it in a new process, PROMPT in the place of the text. ``environment`` is
-    what a user would have set. ``finish`` is how the model ends its work. ``agent``: how it starts a sub-agent, with
-    a prompt. ``small_context``: a length of context in which the work of a test makes it compact, ``compact`` the
-    arguments that make it do so where it does not by itself. ``interrupts``: an interrupt is worth testing, since what
-    was said before it is kept. ``bears_broken_calls``: a call that breaks off does not end
-    its run. ``loops``: it acts on what its tools said, over several requests. ``transport``:
-    how it talks to the server, where that is not its usual way."""
+    conversation and of the next message to it in a new process, PROMPT in the place of the text, ``always`` those of
+    any process, which both have too. ``environment`` is what a user would have set. ``finish`` is how the model ends
+    its work. ``agent``: how it starts a sub-agent, with a prompt. ``small_context``: a length of context in which the
+    work of a test makes it compact, ``compact`` the arguments that make it do so where it does not by itself.
+    ``flushes``: before it compacts, it asks beside the conversation what is to be remembered. ``interrupts``: an
+    interrupt is worth testing, since what was said before it is kept. ``bears_broken_calls``: a call that breaks off
+    does not end its run. ``loops``: it acts on what its tools said, over several requests. ``transport``: how it talks
+    to the server, where that is not its usual way. ``lacks``: what it has not of the items of the report."""
 
     harness: Harness
     folders: tuple[str, ...]
     first: tuple[str, ...]
     again: tuple[str, ...]
     tools: Tools
+    always: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     finish: Callable[[str], list[Call]] = lambda text: [{"text": text}]
     agent: Callable[[str], Call] | None = None
@@ -50,8 +61,10 @@ class Driver:
     compact: tuple[str, ...] = ()
     interrupts: bool = True
     bears_broken_calls: bool = True
+    flushes: bool = False
     loops: bool = True
     transport: str = ""
+    lacks: Mapping[str, Lack] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -98,7 +111,13 @@ CODEX = Driver(
     small_context=7_500,
 )
 OVER_HTTP = ("-c", "model_providers.ft.supports_websockets=false")
-CODEX_HTTP = replace(CODEX, first=(*OVER_HTTP, *CODEX.first), again=(*OVER_HTTP, *CODEX.again), transport="HTTP")
+CODEX_HTTP = replace(
+    CODEX,
+    always=OVER_HTTP,
+    first=(*OVER_HTTP, *CODEX.first),
+    again=(*OVER_HTTP, *CODEX.again),
+    transport="HTTP",
+)
 OPENCODE = Driver(
     opencode.HARNESS,
     MORE,
@@ -118,6 +137,7 @@ PI = Driver(
     first=("-p", "PROMPT"),
     again=("-c", "-p", "PROMPT"),
     small_context=7_000,
+    lacks={"side request": Lack("it starts no other agent and asks for no title", "README.md", "**No sub-agents.**")},
     tools=Tools(
         lambda command: tool("bash", {"command": command}),
         lambda path, text: tool("write", {"path": path, "content": text}),
@@ -147,7 +167,10 @@ OPENCLAW = Driver(
         lambda path, text: tool("write", {"path": path, "content": text}),
         lambda path, old, new: tool("edit", {"path": path, "edits": [{"oldText": old, "newText": new}]}),
     ),
+    # Its first loop is to fill three quarters of it: no more is left to conversations, and it looks when one goes on.
+    small_context=15_200,
     bears_broken_calls=False,
+    flushes=True,
 )
 
 

@@ -84,6 +84,8 @@ def rules(driver: Driver, project: Path) -> Iterator[Rule]:
     )
     # Qwen Code has another agent look through a long conversation for what to remember.
     yield from said("Managed memory has TWO directories", finish("There is nothing to remember."))
+    # openclaw has what is worth remembering written down before it compacts.
+    yield from said("Pre-compaction memory flush", finish("NO_REPLY"))
     # After a compaction within its work, whichever that was, it shows the model the files it used last; opencode tells
     # it to go on.
     yield {"when": {"after_user": "^Recently accessed file"}, "say": finish(f"{BUILT} {ADDED}")}

@@ -17,7 +17,7 @@ from typing import Self
 
 ENTER, ESCAPE, DOWN = "\r", "\x1b", "\x1b[B"
 ROWS, COLUMNS = 50, 140
-SHOWN_SECONDS = 90.0
+SHOWN_SECONDS = 240.0
 POLL_SECONDS = 0.05
 KEY_SECONDS = 0.5
 """Between keys: whoever types faster is taken to paste."""

@@ -11,7 +11,7 @@ from tests.e2e.checks import PAGE, check_counters, check_work
 from tests.e2e.client import Client
 from tests.e2e.scorecard import Scorecard
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 KINDS = [*["main"] * 8, "compaction", "main"]
 """Requests in order: a tool loop of six, a second user turn of two, the compaction, and the turn after it."""

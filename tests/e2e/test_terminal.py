@@ -12,7 +12,7 @@ from tests.e2e.scorecard import Scorecard
 from tests.e2e.story import ADD, ADDED, LONG, TEST
 from tests.e2e.terminal import DOWN, ENTER, ESCAPE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(1500)]
 
 Start = Callable[..., Client]
 TRUST = {"claude": (DOWN, ENTER), "codex": (ENTER,)}
@@ -25,11 +25,12 @@ EXIT = {"claude": "/exit", "codex": "/quit"}
 GOODBYE = {"claude": "Resume this session with", "codex": "To continue this session, run"}
 
 
-@pytest.mark.parametrize("name", TRUST)
-def test_in_a_terminal(name: str, client: Start, card: Scorecard) -> None:
+@pytest.mark.parametrize("driver", ["claude", "codex", "codex-http"])
+def test_in_a_terminal(driver: str, client: Start, card: Scorecard) -> None:
     """Started, asked something, interrupted with the key, asked for work, and left."""
-    one = client(name)
-    with card.run(one, "terminal: interrupt key, work, exit"), one.terminal(*ARGUMENTS[name]) as terminal:
+    one = client(driver)
+    name, arguments = one.driver.harness.name, (*one.driver.always, *ARGUMENTS[one.driver.harness.name])
+    with card.run(one, "terminal: interrupt key, work, exit"), one.terminal(*arguments) as terminal:
         terminal.wait_for(TRUST_ASKED[name])
         terminal.press(*TRUST[name])
         terminal.wait_for(READY[name])
@@ -46,4 +47,6 @@ def test_in_a_terminal(name: str, client: Start, card: Scorecard) -> None:
         assert one.file("test_greet.py") == TEST
         requests = check_reuse(one)
         assert [request["complete"] for request in requests] == [False, True, True]
-        assert one.server.get("/v1/stats")["sessions"]["cause_side_request"] > 0, "a title, or what a call may do"
+        stats = one.server.get("/v1/stats")
+        assert stats["sessions"]["cause_side_request"] > 0, "a title, or what a call may do"
+        assert (stats["server"]["sockets"] > 0) == (driver == "codex")
