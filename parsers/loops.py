@@ -32,6 +32,8 @@ from jinja2 import Undefined, nodes
 from jinja2.environment import Environment, Template
 from jinja2.utils import Namespace
 
+from parsers.rope import Rope
+
 RUN = "ft_loops"
 _AT = "ft_at"
 """Names of ours in rewritten templates."""
@@ -82,7 +84,7 @@ class Record:
     begins: list[int]
     states: list[tuple[object, ...]]
     reach: list[int]
-    text: str = ""
+    text: Rope = Rope()  # noqa: RUF009 (nobody changes one)
     start: int = 0
 
 
@@ -139,7 +141,7 @@ class Loops:
             template.body = self._rewritten(template.body)
             template.set_environment(environment)
 
-    def text(self, template: Template, variables: Mapping[str, object]) -> str:
+    def text(self, template: Template, variables: Mapping[str, object]) -> Rope:
         """The rendering. Raises what the template raises."""
         run = Run(self)
         told = {**variables, RUN: run} if self._reads else {**variables}
@@ -202,14 +204,19 @@ class Run:
         self._length = 0
         """Of the text so far."""
         self._open: dict[int, _Open] = {}
+        self._left_out: tuple[Record, int] | None = None
 
-    def _text(self, pieces: Iterable[str]) -> str:
+    def _text(self, pieces: Iterable[str]) -> Rope:
         """All pieces, which the template yields as it goes on. Where it comes to its end, its loops are remembered."""
-        out: list[str] = []
+        text, out = Rope(), list[str]()
         for piece in pieces:
+            if self._left_out is not None:
+                past, size = self._left_out
+                text, out, self._left_out = _gone_on(text + "".join(out), past, size), [], None
+                self._length += size
             out.append(piece)
             self._length += len(piece)
-        text = "".join(out)
+        text += "".join(out)
         for number, one in self._open.items():
             if len(one.record.reach) == len(one.record.items):
                 one.record.text, one.record.start = text, one.start
@@ -217,7 +224,7 @@ class Run:
         return text
 
     def enter(self, number: int, items: Any, values: Sequence[object]) -> str:
-        """What the iterations that are left out have written."""
+        """What the template yields before the loop, when the iterations that are left out are taken for done."""
         reads = self._loops.reads(number)
         found = dict(zip(reads.names, values, strict=True))
         listed = items if type(items) is list else list(items)
@@ -233,14 +240,13 @@ class Run:
         for one in self._loops.known(number):
             if len(one.items) - 1 > skipped and (count := _equal(one, now)) > skipped:
                 skipped, past = count, one
-        text = ""
         if skipped:
             now.begins, now.states, now.reach = past.begins[:skipped], past.states[:skipped], past.reach[:skipped]
-            text = past.text[past.start : past.start + past.begins[skipped]]
+            self._left_out = past, past.begins[skipped]
             for (space, name), value in zip(written, past.states[skipped], strict=True):
                 space[name] = value
         self._open[number] = _Open(now, listed, skipped, self._length, written)
-        return text
+        return ""
 
     def rest(self, number: int) -> Iterator[tuple[Any, At]]:
         """The iterations that are not left out."""
@@ -258,6 +264,14 @@ class Run:
                 record.reach[-1:] = [_NEVER] * bool(record.reach)
             yield items[at.index0], at
             record.reach.append(at._reached)
+
+
+def _gone_on(text: Rope, past: Record, size: int) -> Rope:
+    """The text, and ``size`` characters of the loop that was written in the ``past``."""
+    end = past.start + size
+    if len(text) == past.start and past.text.begins_with(text):
+        return past.text.upto(end)
+    return text + past.text.text(past.start, end)
 
 
 def _value(found: Mapping[str, object], one: _Field) -> object:

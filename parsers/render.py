@@ -31,8 +31,9 @@ from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, visib
 from parsers.memory import Memory
 from parsers.messages import Item, Plan, Planner, RenderError, Traits
 from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
+from parsers.rope import Rope
 from parsers.stems import Mark, Stem, Stems
-from parsers.template import TemplateRefusal
+from parsers.template import ChatTemplate, TemplateRefusal
 from parsers.tokens import Tokenizer
 from parsers.turns import Block, Finder, Part, Parts, common
 from parsers.write import ThinkingState, assistant_text, thinking_of
@@ -84,7 +85,7 @@ class Renderer:
 
     def text(self, conversation: Conversation, thinking: bool = True, effort: Effort | None = None) -> str:
         """The template's own text, marks included. Raises RenderError."""
-        return self._text(self._planner.plan(conversation), conversation, thinking, effort)
+        return str(self._text(self._planner.plan(conversation), conversation, thinking, effort))
 
     def blocks(self, conversation: Conversation, thinking: bool = True) -> list[Block]:
         """The turns of ``text``, the messages of an assistant turn in one. Raises RenderError."""
@@ -106,7 +107,7 @@ class Renderer:
         text = self._text(plan, conversation, thinking, effort)
         blocks = self._go_on(text, stem)
         if blocks is None:
-            stem, blocks = None, self._finder.blocks(text)
+            stem, blocks = None, self._finder.blocks(str(text))
         return self._write(conversation, thinking, effort, remember, stem, plan, text, blocks)
 
     def render_on(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Prompt | None:
@@ -130,7 +131,7 @@ class Renderer:
         remember: bool,
         stem: Stem | None,
         plan: Plan,
-        text: str,
+        text: Rope,
         blocks: list[Block],
     ) -> Prompt:
         """``blocks``: those of ``text`` behind the stem. Raises RenderError."""
@@ -164,11 +165,12 @@ class Renderer:
         """How many turns of it are remembered as they were rendered."""
         return self._stems.turns(conversation)
 
-    def _go_on(self, text: str, stem: Stem | None) -> list[Block] | None:
+    def _go_on(self, text: Rope, stem: Stem | None) -> list[Block] | None:
         """The blocks behind the stem; None where the text does not go on as it did."""
-        if stem is None or not text.startswith(stem.text):
+        if stem is None or not text.begins_with(stem.text):
             return None
-        blocks = self._finder.blocks(text, stem.block)
+        begin = max(0, stem.block - self._finder.look_back)
+        blocks = self._finder.blocks(text.text(begin), stem.block - begin)
         ends = [*accumulate(len(block.text) for block in blocks)]
         size = len(stem.text) - stem.block
         return blocks[ends.index(size) + 1 :] if size in ends[:-1] else None
@@ -180,10 +182,11 @@ class Renderer:
                 return [*blocks[:number], replace(block, text=block.text.partition(CONTINUED)[0])]
         raise _no_answer(conversation)
 
-    def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> str:
-        variables = self.format.switches.variables(thinking, effort)
+    def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> Rope:
+        variables, template = self.format.switches.variables(thinking, effort), self._template
+        told = plan.messages, self._planner.tools(conversation.tools), variables
         try:
-            return self._template.render(plan.messages, self._planner.tools(conversation.tools), variables)
+            return template.rope(*told) if isinstance(template, ChatTemplate) else Rope(template.render(*told))
         except TemplateRefusal as refusal:
             raise RenderError(f"the chat template refuses this conversation: {refusal}") from refusal
 

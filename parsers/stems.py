@@ -15,6 +15,7 @@ from parsers.conversation import Conversation, Tool, ToolCall, Turn, same_tools
 from parsers.format import Effort
 from parsers.messages import PlanStem, has_content
 from parsers.prompt import Written
+from parsers.rope import Rope
 
 _KEPT = 16
 _LITTLE = 4096
@@ -44,7 +45,7 @@ class Stem:
     thinking: bool
     effort: Effort | None
     plan: PlanStem
-    text: str
+    text: Rope
     mark: Mark
 
     @property
@@ -107,12 +108,12 @@ class Stems:
         conversation: Conversation,
         thinking: bool,
         effort: Effort | None,
-        text: str,
+        text: Rope,
         plan: PlanStem,
         mark: Mark,
     ) -> None:
         turns = conversation.turns[: plan.turn]
-        stem = Stem(turns, conversation.tools, thinking, effort, plan, text[: mark.end], mark)
+        stem = Stem(turns, conversation.tools, thinking, effort, plan, text.upto(mark.end), mark)
         with self._lock:
             self._known.append(stem)
             while len(self._known) > _KEPT or self._size() > _BYTES:

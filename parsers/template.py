@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from parsers.loops import Loops
+from parsers.rope import Rope
 
 _OF_DICTS = frozenset(dir(dict))
 
@@ -101,6 +102,15 @@ class ChatTemplate:
     ) -> str:
         """The text with the generation prompt. ``variables`` are what the family's switches say. Raises
         TemplateRefusal."""
+        return str(self.rope(messages, tools, variables))
+
+    def rope(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
+    ) -> Rope:
+        """The same, sharing what it can with earlier ones. Raises TemplateRefusal."""
         told = {**variables, "messages": messages, "tools": tools or None, "add_generation_prompt": True}
         try:
             return self._loops.text(self._template, told)

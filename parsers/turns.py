@@ -48,6 +48,8 @@ class Finder:
         spelled = not any(name in turns.tools.open for name in control)
         self._spelled = turns.tools.open if spelled and turns.assistant.close else ""
         self._close = turns.assistant.close
+        self.look_back = len(self._close) + 8
+        """Characters before a block that say whether it is one."""
         end = alternatives((*wire_format.ends, *(wire_format.frames.ends if wire_format.frames else ())))
         self._end = re.compile(rf"({end})(?:{re.escape(turns.tail)})?\s*\Z")
 
@@ -67,7 +69,7 @@ class Finder:
         starts = [(0, "", False)] if begin is None else []
         for match in self._any.finditer(text, begin or 0):
             header, begin = match[0], match.start()
-            if header == self._spelled and not text[max(0, begin - len(self._close) - 8) : begin].rstrip().endswith(
+            if header == self._spelled and not text[max(0, begin - self.look_back) : begin].rstrip().endswith(
                 self._close
             ):
                 continue
