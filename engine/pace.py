@@ -20,6 +20,7 @@ LEAST, _WORTH = 64, 4.0
 come over a link), a prompt in small pieces is later, and nobody gains."""
 _SHARE = 1 / 3
 """Of the time of prompts, what sequences that answer have to themselves."""
+_MANY = 512
 _LEAST_READ = 8 << 20
 """Fewer bytes say more of the delay than of the rate."""
 
@@ -63,6 +64,10 @@ class Pace:
         if self.always is not None:
             return self.always
         return self.forward_seconds(tokens) >= size / min(self._bytes_per_second, default=BYTES_PER_SECOND)
+
+    def token_seconds(self) -> float:
+        """Of one more token of a prompt, among many."""
+        return self.forward_seconds(_MANY) / _MANY
 
     def forward_seconds(self, tokens: int) -> float:
         """At least: a forward of more tokens takes longer, but less so than there are more of them."""

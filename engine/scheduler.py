@@ -49,10 +49,6 @@ Observer = Callable[[str, int, Logits], None]
 _COUNTERS = ("restored_unused", "failed_restores", "overlapped_restores", "background_tokens")
 
 
-_MANY = 512
-"""Tokens in a forward, enough for what one more costs."""
-
-
 class Scheduler:
     """Single-threaded. Every request gets Admitted, then Tokens as they are sampled, then Done; or Failed."""
 
@@ -106,9 +102,8 @@ class Scheduler:
         """Queue a request; its replies come out of ``step``. An impossible one yields Failed there."""
         self._counts["requests"] += 1
         waiting = sum(one.request.background == request.background for one in self._waiting)
-        if (
-            failure := refuse(request, self.info, waiting, self._config.queue, grammars=self._grammars is not None)
-        ) is not None:
+        failure = refuse(request, self.info, waiting, self._config.queue, grammars=self._grammars is not None)
+        if failure is not None:
             self._counts["failed"] += 1
             self._outbox.append(failure)
             return
@@ -127,7 +122,7 @@ class Scheduler:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
         while idle, too: what has settled goes to the store."""
         self.memory.tick(self._clock())
-        self.partition.tick(self._clock(), self._token_seconds)
+        self.partition.tick(self._clock(), self.pace.token_seconds)
         if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
             for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
                 self._preempt(sequence)
@@ -175,10 +170,6 @@ class Scheduler:
         if not self.partition.grows:
             self.info = replace(self.info, context_length=min(self._longest, (self.memory.pool.total - 1) * PAGE))
         return answer
-
-    def _token_seconds(self) -> float:
-        """Of one more token of a prompt."""
-        return self.pace.forward_seconds(_MANY) / _MANY
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -310,8 +301,7 @@ class Scheduler:
                 return sequence.guide.wait()
         for lease in (*(one.leased for one in self._restoring), *self.memory.draining):
             if lease.restore is not None:
-                lease.restore.wait()
-                return
+                return lease.restore.wait()
 
     # ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────
 
