@@ -11,7 +11,8 @@ import hashlib
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from threading import Lock
@@ -106,26 +107,35 @@ class Plan:
     """(kind, turn, text) of turns that the template refuses, by the item before which they stand."""
     continues: bool = False
     """The last item is an answer that is to go on."""
-    stem: PlanStem | None = None
+    stem: Plan | None = None
+    """How far this plan had come before the last answer: nothing that follows changes that."""
+    turn: int = 0
+    """Of a stem: that of the answer."""
+    made: dict[str, _Made] = field(default_factory=dict)
+    """Calls by the client's ids; ``count`` of them."""
+    count: int = 0
+    early: set[tuple[int, str]] = field(default_factory=set)
+    """Outputs that stand directly behind their calls."""
+    first: str = ""
+    """System text that waits for the first user turn."""
+    in_loop: bool = False
+    """The last answer made calls."""
 
     def add(self, item: Item, message: Message) -> None:
         self.items.append(item)
         self.messages.append(message)
 
+    def copied(self, turn: int) -> Plan:
+        """As far as it has come, for another one to go on."""
+        other = copy(self)
+        other.messages, other.items = [*self.messages], [*self.items]
+        other.refused = {item: [*turns] for item, turns in self.refused.items()}
+        other.made, other.early = {**self.made}, {*self.early}
+        other.stem, other.turn = None, turn
+        return other
 
-@dataclass(frozen=True)
-class PlanStem:
-    """How far a plan had come before the last answer, at the turn ``turn``: nothing that follows changes it."""
 
-    turn: int
-    items: tuple[Item, ...]
-    messages: tuple[Message, ...]
-    refused: Mapping[int, list[tuple[TurnKind, int, str]]]
-    made: Mapping[str, _Made]
-    count: int
-    early: frozenset[tuple[int, str]]
-    first: str
-    in_loop: bool
+PlanStem = Plan
 
 
 class Planner:
@@ -249,19 +259,12 @@ class _Planning:
     """One conversation as it becomes a plan."""
 
     def __init__(self, planner: Planner, conversation: Conversation, stem: PlanStem | None = None) -> None:
-        self.plan = Plan()
+        self.plan = stem.copied(0) if stem is not None else Plan()
         self._planner = planner
         self._format, self._traits = planner._format, planner._traits
         self._conversation = conversation
-        self._made: dict[str, _Made] = {}
-        self._count = 0
-        self._early: set[tuple[int, str]] = set()  # outputs that stand directly behind their calls
-        self._first = ""  # system text that waits for the first user turn
-        self._in_loop = False  # the last answer made calls
         told = [turn.role for turn in conversation.turns[:1]] == ["system"]
-        if stem is not None:
-            self._go_on(stem)
-        elif not self._traits.declares_tools and conversation.tools and not told:
+        if stem is None and not self._traits.declares_tools and conversation.tools and not told:
             self._system(-1, planner._system("", conversation.tools))
         begin = stem.turn if stem else 0
         self._last = last_answer(conversation, begin)
@@ -281,22 +284,8 @@ class _Planning:
             else:
                 for index, turn in run:
                     if index == self._last:
-                        self.plan.stem = self._stem(index)
+                        self.plan.stem = self.plan.copied(index)
                     self._turn(index, turn)
-
-    def _stem(self, turn: int) -> PlanStem:
-        plan = self.plan
-        refused = {item: list(turns) for item, turns in plan.refused.items()}
-        items, messages, early = tuple(plan.items), tuple(plan.messages), frozenset(self._early)
-        return PlanStem(
-            turn, items, messages, refused, dict(self._made), self._count, early, self._first, self._in_loop
-        )
-
-    def _go_on(self, stem: PlanStem) -> None:
-        self.plan.items, self.plan.messages = [*stem.items], [*stem.messages]
-        self.plan.refused = {item: list(turns) for item, turns in stem.refused.items()}
-        self._made, self._count, self._early = dict(stem.made), stem.count, set(stem.early)
-        self._first, self._in_loop = stem.first, stem.in_loop
 
     def _turn(self, index: int, turn: Turn) -> None:
         planner, plan = self._planner, self.plan
@@ -319,16 +308,16 @@ class _Planning:
     def _system(self, index: int, content: str) -> None:
         if self._traits.system == "in_user":
             self.plan.items.append(Item("system", index))
-            self._first = content + "\n\n"
+            self.plan.first = content + "\n\n"
         else:
             self.plan.add(Item("system", index), {"role": "system", "content": content})
 
     def _user(self, index: int, text: str) -> None:
         plan = self.plan
-        if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind != "user" and self._in_loop:
+        if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind != "user" and self.plan.in_loop:
             self._refused("user", index, text)
             return
-        content, self._first = self._first + self._planner._marked(text, USER), ""
+        content, self.plan.first = self.plan.first + self._planner._marked(text, USER), ""
         if not self._traits.users_in_a_row and plan.items and plan.items[-1].kind == "user":
             plan.items.append(Item("user", index))
             plan.messages[-1]["content"] = f"{plan.messages[-1]['content']}\n\n{content}"
@@ -340,15 +329,15 @@ class _Planning:
         before = next((item.kind for item in reversed(self.plan.items) if item.kind != "system"), "assistant")
         if not self._traits.answers_in_a_row and before == "assistant":
             self._user(-1, "")
-        self._in_loop = bool(calls)
+        self.plan.in_loop = bool(calls)
         made = []
         written = self._planner._written_ids(turn.sampled) if turn.sampled else ()
         for number, call in enumerate(calls):
-            identity = native_id(self._format.call_ids, call.id, call.name, self._count)
-            made.append(_Made(call, self._count, written[number] if len(written) == len(calls) else identity))
-            self._made[call.id] = made[-1]
-            self._count += 1
-        first = self._count - len(calls)
+            identity = native_id(self._format.call_ids, call.id, call.name, self.plan.count)
+            made.append(_Made(call, self.plan.count, written[number] if len(written) == len(calls) else identity))
+            self.plan.made[call.id] = made[-1]
+            self.plan.count += 1
+        first = self.plan.count - len(calls)
         continues = index == self._continued
         sampled = None if continues else turn.sampled
         natives = iter(made)
@@ -364,7 +353,7 @@ class _Planning:
             item = Item("assistant", index, (*said, replace(one.call, id=one.identity)), one.number)
             self.plan.add(item, self._planner._assistant(item, [one], continues=False))
             for later, output, texts in self._answers(index, one.call.id):
-                self._early.add((later, one.call.id))
+                self.plan.early.add((later, one.call.id))
                 self._add_output(later, output.call_id, texts)
 
     def _answers(self, index: int, call_id: str) -> Iterator[tuple[int, ToolOutput, list[str]]]:
@@ -378,18 +367,18 @@ class _Planning:
         """Those that follow each other, in the order of their calls: many families have nothing else that tells which
         is whose."""
         for index, output, _ in outputs:
-            if output.call_id not in self._made:
+            if output.call_id not in self.plan.made:
                 raise RenderError(
                     f"turn {index} has the output of call {output.call_id!r}, which no earlier turn has made: "
                     f"{output.text[:80]!r}"
                 )
-        outputs.sort(key=lambda one: self._made[one[1].call_id].number)
+        outputs.sort(key=lambda one: self.plan.made[one[1].call_id].number)
         for index, output, texts in outputs:
-            if (index, output.call_id) not in self._early:
+            if (index, output.call_id) not in self.plan.early:
                 self._add_output(index, output.call_id, texts)
 
     def _add_output(self, index: int, call_id: str, texts: Sequence[str]) -> None:
-        self.plan.add(Item("tool_output", index), self._planner._output(self._made[call_id].identity, texts))
+        self.plan.add(Item("tool_output", index), self._planner._output(self.plan.made[call_id].identity, texts))
 
 
 def last_answer(conversation: Conversation, begin: int = 0) -> int:
