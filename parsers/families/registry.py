@@ -5,47 +5,21 @@ from __future__ import annotations
 from parsers.families import deepseek, gemma, glm, harmony, hermes, kimi, lists, llama, minimax, mistral, qwen3_xml
 from parsers.format import Format
 
-FORMATS: tuple[Format, ...] = (
-    hermes.HERMES,
+_QWEN3_XML = (
     qwen3_xml.QWEN3_XML,
     qwen3_xml.QWEN38,
     qwen3_xml.NEMOTRON3,
     qwen3_xml.MIMO,
     qwen3_xml.STEP35,
     qwen3_xml.SEED,
-    glm.GLM45,
-    glm.GLM47,
-    glm.GLM53,
-    glm.LING3,
-    glm.HY3,
-    deepseek.V3,
-    deepseek.V31,
-    deepseek.V32,
-    deepseek.V4,
-    deepseek.V41,
-    kimi.K2,
-    kimi.K3,
-    harmony.HARMONY,
-    harmony.MUSE,
-    minimax.M2,
-    minimax.M3,
-    gemma.GEMMA4,
-    mistral.V3,
-    mistral.V11,
-    mistral.V13,
-    llama.LLAMA3,
-    llama.LLAMA4,
-    hermes.GRANITE4,
-    lists.GRANITE3,
-    lists.NEMOTRON2,
-    lists.HUNYUAN,
-    lists.STEP3,
-    lists.LFM2,
-    lists.OLMO3,
-    hermes.ERNIE,
-    hermes.LONGCAT,
-    hermes.PLAIN,
-    hermes.PLAIN_THINKING,
+)
+_LISTS = (lists.GRANITE3, lists.NEMOTRON2, lists.HUNYUAN, lists.STEP3, lists.LFM2, lists.OLMO3)
+FORMATS: tuple[Format, ...] = (
+    *(hermes.HERMES, *_QWEN3_XML, glm.GLM45, glm.GLM47, glm.GLM53, glm.LING3, glm.HY3),
+    *(deepseek.V3, deepseek.V31, deepseek.V32, deepseek.V4, deepseek.V41, kimi.K2, kimi.K3),
+    *(harmony.HARMONY, harmony.MUSE, minimax.M2, minimax.M3, gemma.GEMMA4, mistral.V3, mistral.V11, mistral.V13),
+    *(llama.LLAMA3, llama.LLAMA4, hermes.GRANITE4, *_LISTS),
+    *(hermes.ERNIE, hermes.LONGCAT, hermes.PLAIN, hermes.PLAIN_THINKING),
 )
 
 ALIASES: dict[str, str] = {
