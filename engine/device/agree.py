@@ -156,7 +156,7 @@ class Led:
         self._calls = 0
         self._going: dict[int, tuple[Known, int]] = {}
         """By state slot: what was said there last, and up to where."""
-        self.errors = {"prefill": Errors(), "decode": Errors()}
+        self.errors = {kind: Errors() for kind in TYPICAL}
 
     @contextmanager
     def routers(self, ops: type[Any]) -> Iterator[None]:
@@ -188,6 +188,12 @@ class Led:
             return out
 
         runner.score = compared  # type: ignore[method-assign]
+
+    def told(self) -> bool:
+        """Whether all since the last time was right."""
+        right = all([errors.told(kind) for kind, errors in self.errors.items()])
+        self.errors = {kind: Errors() for kind in TYPICAL}
+        return right
 
     def _find(self, part: Rows) -> Known:
         """Which request goes on here. One token may be that of several."""

@@ -26,7 +26,7 @@ from engine.layers.reference import ReferenceOps
 
 SCALE = HEAD_DIM**-0.5
 SIZES: dict[Phase, tuple[tuple[int, int], ...]] = {
-    "prefill": ((8192, 0), (8192, 60_000), (4096, 20_037), (2048, 60_000), (200, 60_000)),
+    "prefill": ((8192, 0), (8192, 60_000), (2048, 60_000)),
     "decode": ((1, 1 << 10), (1, 1 << 17)),
 }
 """Rows behind keys."""

@@ -23,6 +23,7 @@ import torch
 from engine import native
 from engine.api import Sampling
 from engine.device.agree import CHUNK, Known, Led, known
+from engine.device.check_soak import Sessions, resumes, soaked, texts
 from engine.device.frozen import executor_threads, frozen
 from engine.device.machine import Machine, find_machine
 from engine.device.served import LAYERS, Served, model_config, prompt, report, room_for, served, write_model
@@ -38,15 +39,19 @@ RESIDENT = 0.4
 """Of the experts."""
 MODES: dict[str, dict[str, Any]] = {"hybrid": {"experts": "hybrid"}, "all experts on the device": {"experts": "device"}}
 HALF = "hybrid, half of the misses to the CPU", {"experts": "hybrid", "split": 0.5}
+AGAIN = 800
+"""Tokens of an answer that are compared."""
 AGREED = 0.98
 """Of the tokens, where routers choose for themselves."""
 HOST = 1e-4
 """Seconds of a step at most in which the device has nothing to do."""
-TURNS, SHORT, OUTPUT, LATER = 10, 150, 200, 0.12
+TURNS, SHORT, OUTPUT, LATER = 6, 150, 200, 0.12
 """Turns of an agent; tokens of an answer and of a tool's output; how much longer a step may take than in one answer."""
 BESIDE = (8192, 32768)
 """Tokens of prompts beside an answer."""
-PATIENCE = 2.0
+TEXTS, LENGTH, SOAK = 4, 800, 5.0
+"""Texts of so many tokens, and seconds of a short soak of them."""
+PATIENCE = 1.0
 """Seconds until threads that do nothing count as dead, here."""
 _WARM = 8
 """Steps that are not timed."""
@@ -164,12 +169,11 @@ def dies(made: Served, threads: set[int], said: Known) -> bool:
     return report("its threads stop: an error", "none", False)
 
 
-def compare(
-    name: str, folder: Path, machine: Machine, there: dict[str, Known], vocab: int, mode: dict[str, Any],
-    ops: type[Any] = DeviceOps,
-) -> bool:  # fmt: skip
-    """Say the same again, with the CPU's choice of experts."""
-    print(f"{name}, with the experts that the CPU chooses:", flush=True)
+@contextmanager
+def following(
+    folder: Path, machine: Machine, there: dict[str, Known], ops: type[Any], **mode: Any
+) -> Iterator[tuple[Served, Led, set[int]]]:
+    """An engine whose routers choose as the CPU did, what it is off by, and the threads of its executor."""
     led = Led(there, machine.device)
     impatient = patch("engine.experts.offload.Watchdog", lambda executor, _: Watchdog(executor, PATIENCE))
     with (
@@ -177,22 +181,32 @@ def compare(
         served(folder, machine, **{"chunk_tokens": CHUNK, **mode}) as made,
     ):  # fmt: skip
         led.listen(made.scheduler.runner)
-        converse(made, vocab, {name: list(one.tokens[one.prompt :]) for name, one in there.items()})
-        right = all([errors.told(kind) for kind, errors in led.errors.items()])
-        return (not threads or dies(made, threads, there["long"])) and right
+        yield made, led, threads
+
+
+def compare(
+    made: Served, led: Led, threads: set[int], there: dict[str, Known], vocab: int, texts: dict[str, list[int]],
+    seconds: float,
+) -> bool:  # fmt: skip
+    """Say the same again; then pieces of ``texts``, in any order, for so many ``seconds``; then let threads die."""
+    converse(made, vocab, {name: list(there[name].tokens[there[name].prompt :])[:AGAIN] for name in ANSWERS})
+    right = led.told()
+    if texts:
+        sessions = Sessions(made, texts)
+        right &= resumes(sessions) & soaked(sessions, seconds)
+        right &= led.told()
+    return (not threads or dies(made, threads, there["long"])) and right
 
 
 def check(folder: Path, machine: Machine, quick: bool) -> bool:
     config = model_config(quick)
-    vocab, room, answers = config.vocab, room_for(config, RESIDENT), {}
-    some = {"device": "cuda", "gpu_bytes": room}
+    vocab, answers = config.vocab, {}
+    some: dict[str, Any] = {"device": "cuda", "gpu_bytes": room_for(config, RESIDENT)}
     for name, mode in MODES.items():
         print(f"{name}:", flush=True)
         elastic = mode["experts"] != "device"
-        with (
-            replays() as events,
-            served(folder, machine, **{"device": "cuda", **(some if elastic else {}), **mode}) as made,
-        ):
+        where = some if elastic else {"device": "cuda"}
+        with replays() as events, served(folder, machine, **where, **mode) as made:
             alone = converse_alone(made, vocab, events)
             answers[name] = dict(made.answers)
             if elastic or not quick:
@@ -200,18 +214,23 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
                 for size in BESIDE[: 1 if quick else None]:
                     beside(made, vocab, size)
     hybrid, resident = answers.values()
-    same = sum(a == b for name in hybrid for a, b in zip(hybrid[name], resident[name], strict=True))
+    same = sum(a == b for name in ANSWERS for a, b in zip(hybrid[name], resident[name], strict=True))
     total = sum(ANSWERS.values())
     report("tokens alike in both", f"{same} of {total}")
-    start = time.perf_counter()
-    there = known(folder, {name: (_prompt(name, vocab), resident[name]) for name in ANSWERS}, LAYERS)
+    start, said = time.perf_counter(), texts(TEXTS, LENGTH, vocab)
+    conversation = {name: (_prompt(name, vocab), resident[name]) for name in ANSWERS}
+    there = known(folder, {**conversation, **{name: (tokens[:1], tokens[1:]) for name, tokens in said.items()}}, LAYERS)
     report("the CPU has computed the same", f"in {time.perf_counter() - start:.1f} s")
-    agreed = sum(int((one.logits.argmax(1) == torch.tensor(resident[name])).sum()) for name, one in there.items())
+    agreed = sum(int((there[name].logits.argmax(1) == torch.tensor(resident[name])).sum()) for name in ANSWERS)
     right = report("and would have chosen, routers left alone", f"{agreed} of {total} tokens", agreed >= AGREED * total)
     name, half = HALF
-    right &= compare(name, folder, machine, there, vocab, {**some, **half})
+    print(f"{name}, with the experts that the CPU chooses:", flush=True)
+    with following(folder, machine, there, DeviceOps, **some, **half) as made:
+        right &= compare(*made, there, vocab, said, SOAK)
     if not quick:
-        right &= compare("all on the device", folder, machine, there, vocab, {"device": "cuda", "experts": "device"})
+        print("all on the device, with the experts that the CPU chooses:", flush=True)
+        with following(folder, machine, there, DeviceOps, device="cuda", experts="device") as made:
+            right &= compare(*made, there, vocab, {}, 0.0)
     return right
 
 

@@ -47,7 +47,7 @@ HOST_BYTES = 160 << 20
 ROOM: dict[str, Any] = {"kv_bytes": 12 << 20, "checkpoint_bytes": 40 << 20, "max_sequences": LIVE}
 RESIDENT = 0.4
 """Of the experts, at the start."""
-EXPECTED = ("divided", "resumed", "from host", "aborted")
+EXPECTED = ("divided", "resumed on the device", "from host", "aborted")
 SLACK = 4 << 20
 """Bytes of the device: what the last step computed."""
 SUBMITS, ABORTS, DIVIDES, FORGETS = 0.2, 0.02, 0.05, 0.002
@@ -133,7 +133,7 @@ def soak(sessions: Sessions, seconds: float, seed: int) -> Counter[str]:
     made.run()
     sessions.settle()
     for reply in made.done.values():
-        happened["resumed"] += reply.reuse.device > 0
+        happened["resumed on the device"] += reply.reuse.device > 0
         happened["from host"] += reply.reuse.host > 0
         happened["from disk"] += reply.reuse.disk > 0
         happened["aborted"] += reply.reason == "abort"
@@ -179,18 +179,27 @@ class Held:
         return Held(device, blocks, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
+def soaked(sessions: Sessions, seconds: float) -> bool:
+    """Whether everything is accounted for after a soak, and nothing more is held than after another one."""
+    soak(sessions, seconds / 5, 1)
+    before = Held.of(sessions.made)
+    happened = soak(sessions, seconds, 2)
+    after = Held.of(sessions.made)
+    report("a soak; steps", f"{happened.pop('steps')} in {seconds:.0f} s")
+    right = [report(f"  {name}", str(count), count > 0 or name not in EXPECTED) for name, count in happened.items()]
+    more = after.device - before.device
+    right.append(report("  bytes of the device that were not given back", str(max(0, more)), more <= SLACK))
+    right.append(report("  blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks))
+    report("  bytes of the process more than before", f"{(after.resident - before.resident) / 1e6:.1f} MB")
+    return all(right)
+
+
 def run(
     folder: Path, machine: Machine, there: dict[str, Known], seconds: float, ops: type[Any], **options: Any
 ) -> bool:  # fmt: skip
-    """One engine, from its first session until everything is forgotten, and with a store another one after it."""
+    """One engine whose sessions go on, with a store another one after it, and one for everything else."""
     led, said = Led(there, machine.device), {name: [*one.tokens] for name, one in there.items()}
-    options = {
-        "chunk_tokens": CHUNK,
-        "kv_bytes": 12 << 20,
-        "checkpoint_bytes": 40 << 20,
-        "max_sequences": LIVE,
-        **options,
-    }
+    options = {**ROOM, "chunk_tokens": CHUNK, **options}
     with led.routers(ops):
         with served(folder, machine, **options) as made:
             led.listen(made.scheduler.runner)
@@ -203,18 +212,8 @@ def run(
                 right &= report("by another engine: from disk", f"{found} tokens", found > round(0.6 * length) - PAGE)
         with served(folder, machine, **options) as made:
             led.listen(made.scheduler.runner)
-            sessions = Sessions(made, said)
-            soak(sessions, seconds / 5, 1)
-            before = Held.of(made)
-            happened = soak(sessions, seconds, 2)
-            after = Held.of(made)
-    for name, count in happened.items():
-        right &= report(name, str(count), count > 0 or name not in EXPECTED)
-    more = after.device - before.device
-    right &= report("bytes of the device that were not given back", str(more), more <= SLACK)
-    right &= report("blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks)
-    report("bytes of the process more than before", f"{(after.resident - before.resident) / 1e6:.1f} MB")
-    return all([right, *[errors.told(kind) for kind, errors in led.errors.items()]])
+            right &= soaked(Sessions(made, said), seconds)
+    return led.told() and right
 
 
 def disk(settings: StoreSettings) -> OpenStore | None:
@@ -232,12 +231,11 @@ def disk(settings: StoreSettings) -> OpenStore | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seconds", type=float, help="of the soak")
+    parser.add_argument("--quick", action="store_true", help="a soak of 25 s instead of 5 minutes")
     options = parser.parse_args()
     native.__path__.append(str(options.library.parent))  # where the native library is looked for
     machine, config = find_machine(), replace(model_config(quick=True), vocab=VOCAB)
-    seconds = options.seconds or (QUICK if options.quick else SECONDS)
+    seconds = QUICK if options.quick else SECONDS
     with tempfile.TemporaryDirectory() as name:
         folder, settings = Path(name), StoreSettings(f"{name}/store", host_bytes=HOST_BYTES)
         write_model(config, folder, machine.device)

@@ -97,7 +97,7 @@ def load_runner(
     try:
         pool = Pool(plan.layout, what.layers, what.experts)
         filling = _Filling(pool)
-        attention = choose(config.attention, machine.kind)
+        attention = choose(config.attention)
         ops = DeviceOps(filling, device, attention)
         model = architecture.build(Loader(source, ops, device), context, progress)
         division = divide(plan, machine)

@@ -91,5 +91,6 @@ def test_the_part_of_the_check(
         for name, count in check_serve.ANSWERS.items()
     }
     there = agree.known(model, conversation, LAYERS)
-    assert check_serve.compare("all", model, machine(), there, 90, {**DEVICE, **ROOM, "split": 0.0}, TwinOps)
+    with check_serve.following(model, machine(), there, TwinOps, **{**DEVICE, **ROOM, "split": 0.0}) as made:
+        assert check_serve.compare(*made, there, 90, {}, 0.0)
     assert "its threads stop: an error" in capsys.readouterr().out
