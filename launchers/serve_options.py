@@ -160,7 +160,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     flag(
         gpu, "--attention", phases, "PREFILL,DECODE",
         "what computes attention: triton (kernels of this project), in prefill also torch (cuDNN, for long runs of "
-        "rows); auto takes what was measured to be fast on such a GPU", "auto,auto",
+        "rows, which it takes seconds to get ready for); auto: triton", "auto,auto",
     )  # fmt: skip
 
 

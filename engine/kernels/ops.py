@@ -52,7 +52,7 @@ class DeviceOps(Composed):
     def __init__(self, experts: DeviceExperts, device: torch.device, attention: Chosen | None = None) -> None:
         self.device = device
         self._experts = experts
-        self._attention = attention or choose(("triton", "triton"), "")
+        self._attention = attention or choose(("triton", "triton"))
 
     def pack(self, weight: Tensor) -> DeviceWeight:
         return linear.pack(weight.to(self.device).contiguous())
