@@ -230,6 +230,8 @@ class EngineClient:
         self._pong: asyncio.Future[Pong] | None = None
         self._admin: dict[str, asyncio.Future[AdminReply]] = {}
         self._pinged = self._step_seconds = 0.0
+        self._division: Mapping[str, str] = {}
+        """How memory was divided by command, which goes for the next worker too."""
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -276,6 +278,8 @@ class EngineClient:
         self._info, self._writer = info, writer
         self._receiver = asyncio.create_task(self._receive(reader), name="engine replies")
         self._connected.set()
+        if self._division:
+            writer.write(encode(Admin(uuid.uuid4().hex, "cache_set", dict(self._division))))
         return info
 
     async def ready(self, timeout: float) -> ModelInfo:
@@ -360,7 +364,10 @@ class EngineClient:
         self._admin[command.id] = answer
         self._writer.write(encode(command))
         try:
-            return await answer
+            reply = await answer
+            if action == "cache_set" and reply.ok:
+                self._division = {**self._division, **arguments} if arguments else {}
+            return reply
         finally:
             self._admin.pop(command.id, None)
 

@@ -50,6 +50,8 @@ MAX_CHECKPOINTS = 4096
 """Only toy models reach it."""
 _GRANULE = 256 << 10
 """In which memory is had where the processor computes."""
+_SPARED = 16
+"""That part of the memory is for everything else, however much pages and states are to have by command."""
 _DEFAULTS = EngineConfig("")
 _OF_A_GPU = ("experts", "expert_format", "gpu_bytes", "split", "attention")
 
@@ -190,18 +192,25 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
     if size > machine:
         raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
+    beside = _taken() + machine // _SPARED
+    budget = machine - beside if size + size // 8 < machine - beside else machine  # what was asked for goes first
     sizes = Sizes(0, room.pages, room.states(live))
     most = replace(sizes, pages=machine // manifest.page_bytes(source.dtype))
     if manifest.recurrent:
         most = replace(most, states=min(machine // manifest.slot_bytes, room.states(live) + MAX_CHECKPOINTS))
     shapes = Shapes(manifest, source.dtype, stride=0)
     try:
-        arena = Arena(HostMemory(machine, _GRANULE), shapes, sizes=sizes, most=most, budget=machine, device=CPU)
+        arena = Arena(HostMemory(machine, _GRANULE), shapes, sizes=sizes, most=most, budget=budget, device=CPU)
     except (DoesNotFit, DriverError) as error:
         raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
     runner = Runner(model, ops, source.dtype, cache=arena.memory.cache)
     context = room.context(checkpoint.context)
     return _Built(runner, source, room, config.kernels, instruction_set, CHUNK, arena, context)
+
+
+def _taken() -> int:
+    """Bytes of memory that this process has: now that the model is loaded, mostly its weights."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _on_device(

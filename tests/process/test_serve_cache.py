@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tests.process.support import HANG_SECONDS
 
 
 @pytest.fixture
-def url(tiny: Path, tmp_path: Path) -> Iterator[str]:
+def server(tiny: Path, tmp_path: Path) -> Iterator[ChildServer]:
     arguments = (
         "--model",
         str(tiny),
@@ -30,7 +33,12 @@ def url(tiny: Path, tmp_path: Path) -> Iterator[str]:
         "16m",
     )
     with ChildServer(arguments, tmp_path / "server") as server:
-        yield server.url
+        yield server
+
+
+@pytest.fixture
+def url(server: ChildServer) -> str:
+    return server.url
 
 
 def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +82,7 @@ def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.C
         writer.join()
     assert {*got, write()} == {wanted}
     assert before["kv_bytes"] <= 16 << 20 and shown()["moves"] >= 4
+    assert before["budget_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 15 / 16
 
     assert ask({"kv": 4096}).status_code == 200 and context() == 4096 - 64
     for body, says in (
@@ -94,3 +103,21 @@ def test_memory_is_divided_while_an_answer_is_written(url: str, capsys: pytest.C
     assert told["kv_tokens"] == 3072 and 0 < told["prompt_hit_rate"] < 1 and told["held_bytes"] > 0
     assert main(["ctl", "cache", "--url", url, "--experts", "1"]) == 1
     assert "experts have no slots here" in capsys.readouterr().err
+
+
+def test_the_next_worker_divides_memory_as_it_was(server: ChildServer) -> None:
+    def ask(**body: Any) -> None:
+        httpx.post(f"{server.url}/v1/cache", json=body, timeout=HANG_SECONDS).raise_for_status()
+
+    ask(kv=2048)
+    ask(states=4)
+    refused = httpx.post(f"{server.url}/v1/cache", json={"kv": 1 << 45}, timeout=HANG_SECONDS)
+    assert refused.status_code == 400
+    worker = server.worker_pid
+    os.kill(worker, signal.SIGKILL)
+    while server.worker_pid == worker:
+        time.sleep(0.05)
+    while (answer := httpx.get(f"{server.url}/v1/cache", timeout=HANG_SECONDS)).status_code == 503:
+        time.sleep(0.05)
+    state = answer.json()
+    assert (state["kv_tokens"], state["states"]) == (2048, 4)
