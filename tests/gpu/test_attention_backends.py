@@ -16,7 +16,7 @@ from engine.layers.reference import ReferenceOps
 from tests.gpu.test_device_ops import Draws, make_batch
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-PHASES = list(AUTO)
+PHASES: list[str] = list(AUTO)
 SEGMENTS = {"prefill": [(70, 58, 0), (1, 100, 1), (0, 3, 2), (66, 0, 3)], "decode": [(1, 150, 0), (1, 9, 1)]}
 
 
