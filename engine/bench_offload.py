@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   ft bench offload --format bf16 --layers 20           as many layers as host memory holds
   ft bench offload --shape deepseek-v4 --layers 12 --caps 8,24,32 --hits 70,90
   ft bench offload --layers 10 --caps 2 --prefill 16,200,1000,8192 --behind 60000
-  ft bench offload --caps 8,24,32 --prefill 4096,8192 --cold 100000
+  ft bench offload --caps 8,24,32 --prefill 8192 --cold 100000
 """
 
 SYNC = 5e-6
@@ -244,8 +244,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--cold", type=int, default=0, metavar="TOKENS",
-        help="also state when the first token of so long a prompt is there that nothing is known of, in chunks of "
-        "each of --prefill",
+        help="also state when the first token of so long a prompt is there that nothing is known of, in chunks of the "
+        "largest of --prefill",
     )  # fmt: skip
     parser.add_argument(
         "--rounded", action="store_true", help="CPU experts of int8 and mxfp4 round activations to int8"
@@ -265,7 +265,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if not all(rows > 0 for rows in options.prefill) or options.behind < 0 or options.cold < 0:
         parser.error("--prefill, --behind and --cold are numbers of tokens")
     if options.cold and not options.prefill:
-        parser.error("--cold needs --prefill, the sizes of its chunks")
+        parser.error("--cold needs --prefill, the size of its chunks")
     if options.prefill and (options.rows != 1 or options.kernels):
         parser.error("--prefill is for one sequence; leave --rows and --kernels out")
     return options

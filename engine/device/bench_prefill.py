@@ -47,7 +47,8 @@ class PrefillBench(Bench):
             results.append(self._suffix(experts, gigabytes, rows, at_once))
         experts.close()
         if self._options.cold:
-            self.first_tokens += [self._first_token(gigabytes, rows) for rows in dense]
+            self._tell(f"{gigabytes:g} GB for experts, {self._options.cold} cold tokens")
+            self.first_tokens.append(self._first_token(gigabytes, max(dense)))
         return results
 
     def _empty(self, gigabytes: float) -> OffloadedExperts:
@@ -64,11 +65,10 @@ class PrefillBench(Bench):
     def _first_token(self, gigabytes: float, rows: int) -> FirstToken:
         """Kernels are compiled by now."""
         experts, tokens = self._empty(gigabytes), self._options.cold
-        cold, *_ = self._forwards(rows, experts, behind=0, warm=0)
-        first = median(self._forwards(rows, experts, behind=0))
-        last = median(self._forwards(rows, experts, behind=(tokens - 1) // rows * rows))
+        cold, *there = self._forwards(rows, experts, behind=0, warm=0)
+        last = self._forwards(rows, experts, behind=(tokens - 1) // rows * rows, warm=1)
         experts.close()
-        return FirstToken(gigabytes, tokens, rows, cold, first, last)
+        return FirstToken(gigabytes, tokens, rows, cold, median(there[1:]), median(last))
 
     def _suffix(self, experts: OffloadedExperts, gigabytes: float, rows: int, at_once: float) -> Suffix:
         parts, link = self._pool.layout.parts, self.bandwidths.link
