@@ -258,14 +258,14 @@ async def serving(
 
 @contextmanager
 def served(
-    family: Family, answers: Callable[[Request], Answer] | str
+    family: Family, answers: Callable[[Request], Answer] | str, **settings: Any
 ) -> Iterator[tuple[Server, asyncio.AbstractEventLoop]]:
     """In a thread, with that loop: for tests that are not asynchronous."""
     up, stop = threading.Event(), asyncio.Event()
     made: list[tuple[Server, asyncio.AbstractEventLoop]] = []
 
     async def serve() -> None:
-        async with serving(family, answers) as server:
+        async with serving(family, answers, **settings) as server:
             made.append((server, asyncio.get_running_loop()))
             up.set()
             await stop.wait()

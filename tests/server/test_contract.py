@@ -3,9 +3,11 @@ Whichever way is taken, the same is said."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import anthropic
 import openai
@@ -14,7 +16,7 @@ import pytest
 from engine.api import Request
 from parsers.load import Family
 from tests.server import contract_chat, contract_messages, contract_responses
-from tests.server.contract import WAYS, Case, Clients, Protocol, RefusedOnSocket, meaning
+from tests.server.contract import WAYS, Case, Clients, Protocol, RefusedOnSocket, Way, meaning
 from tests.server.support import Answer, FakeWorker, served
 
 CASES = [*contract_messages.CASES, *contract_responses.CASES, *contract_chat.CASES, *contract_chat.COMPLETIONS]
@@ -36,13 +38,19 @@ class Stage:
     case: list[Case]
 
 
-@pytest.fixture(scope="module")
-def stage(family: Family) -> Iterator[Stage]:
+@contextmanager
+def staged(family: Family, **settings: Any) -> Iterator[Stage]:
     at_hand = CASES[:1]
-    with served(family, lambda request: said(at_hand[0], request)) as (server, loop):
+    with served(family, lambda request: said(at_hand[0], request), **settings) as (server, loop):
         clients = Clients(server.url, loop)
         yield Stage(clients, server.worker, at_hand)
         clients.close()
+
+
+@pytest.fixture(scope="module")
+def stage(family: Family) -> Iterator[Stage]:
+    with staged(family) as one:
+        yield one
 
 
 def said(case: Case, request: Request) -> Answer:
@@ -73,6 +81,47 @@ def test_feature(family: Family, stage: Stage, case: Case) -> None:
             meanings.append(meaning(made))
     for one in meanings[1:]:
         assert one == meanings[0]
+
+
+TEXTS = [next(case for case in CASES if (case.protocol, case.feature) == (one, "text")) for one in FEATURES]
+"""The plainest case of each protocol."""
+
+
+def test_signs_of_life_are_no_part_of_an_answer(family: Family) -> None:
+    """While the model takes its time, at the beginning and within."""
+
+    def slow(case: Case) -> Answer:
+        answer = Answer(str(case.answer), hold_at=3)
+        asyncio.get_running_loop().call_later(0.05, answer.release.set)
+        return answer
+
+    with staged(family, keepalive_seconds=0.01) as stage:
+        for case in TEXTS:
+            stage.case[:] = [replace(case, answer=lambda _, case=case: slow(case))]
+            for way in case.ways:
+                for sync in (True, False):
+                    assert case.holds(stage.clients.ask(stage.case[0], way, sync=sync)), (case.protocol, way, sync)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "settings", "status"),
+    [
+        (None, {"api_keys": ("other",)}, 401),
+        (("overloaded", "full"), {}, 429),
+    ],
+)
+def test_refusals_have_the_types_of_the_sdks(family: Family, refuse: Any, settings: Any, status: int) -> None:
+    """Before a stream begins, so that the SDK can ask again."""
+    with staged(family, **settings) as stage:
+        for case in TEXTS:
+            stage.case[:] = [replace(case, answer=Answer("", refuse=refuse))]
+            for way in ("whole", "stream"):
+                for sync in (True, False):
+                    with pytest.raises(REFUSALS) as caught:
+                        stage.clients.ask(stage.case[0], cast(Way, way), sync=sync)
+                    error = cast(anthropic.APIStatusError, caught.value)
+                    assert error.status_code == status
+                    assert ("retry-after" in error.response.headers) == (status == 429)
 
 
 def check_engine(family: Family, case: Case, requests: list[Request]) -> None:
