@@ -49,6 +49,14 @@ def test_the_kernel_is_its_twin(vocab: int, kept: int) -> None:
     torch.testing.assert_close(got[:3, -2:].view(torch.float32), want[:3, -2:].view(torch.float32))
 
 
+def test_more_equals_than_there_is_room_for() -> None:
+    """No score is above what is then told of them: the whole row is looked at."""
+    masks = Masks(300, 1, CPU)
+    got = reduce(torch.ones(1, 300), torch.ones(1), masks.which, masks.words, 8, Tiling(stretch=128, room=64))
+    assert (got[0, :8].view(torch.float32) == torch.inf).all()
+    torch.testing.assert_close(got[0, -2:].view(torch.float32), torch.tensor([1.0, 300.0]))
+
+
 def vocabulary() -> Vocabulary:
     return Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
 
