@@ -25,6 +25,7 @@ from engine.kernels.grouped import Groups
 from engine.kernels.time_prefill import time_all, tune
 from engine.kernels.timing import (
     CHANNELS,
+    EXPERTS,
     GPU,
     HEAD_DIM,
     HEADS,
@@ -102,17 +103,18 @@ def convolutions(draw: Draws) -> Iterator[Result]:
 
 
 def products(draw: Draws) -> Iterator[Result]:
-    """Few, some and many pairs an expert; experts that are not here, pairs of none."""
-    inner, count = 512, 12
+    """Few, some and many pairs an expert on average, of which a few get all; experts that are not here, pairs of none.
+    As many experts as are timed, for the same kernels."""
+    inner, count, used = 512, EXPERTS, 12
     for name, format in FORMATS.items():
         layout = Layout(format, HIDDEN, inner)
-        blobs = torch.zeros(count, -(-layout.nbytes // 256) * 256, dtype=torch.uint8)
-        for blob in blobs[:3]:
+        blobs = torch.zeros(3, -(-layout.nbytes // 256) * 256, dtype=torch.uint8)
+        for blob in blobs:
             gate_up, down = torch.randn(2 * inner, HIDDEN) * HIDDEN**-0.5, torch.randn(HIDDEN, inner) * inner**-0.5
             layout.encode(gate_up, down, blob[: layout.nbytes])
         slots, slot = blobs.to(GPU), (torch.arange(count, dtype=torch.int32) % 4 - 1).to(GPU)
-        for rows in (17, 60, 400):
-            ids = draw(rows, count).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
+        for rows in (17, 1000, 2100):
+            ids = draw(rows, used).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
             ids[3, 2] = -1
             groups = Groups(*grouped.sort_pairs(ids, count), slot)
             cpu = Groups(*grouped_twin.sort_pairs(ids.cpu(), count), slot.cpu())

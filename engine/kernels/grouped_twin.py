@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,8 @@ def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     flat = ids.flatten().tolist()
     known = [expert if expert >= 0 else experts for expert in flat]
     order = sorted(range(len(flat)), key=lambda pair: (known[pair], pair))
-    start = [sum(one < expert for one in known) for expert in range(experts + 1)]
+    known.sort()
+    start = [bisect_left(known, expert) for expert in range(experts + 1)]
     return torch.tensor(order, dtype=torch.int32), torch.tensor(start, dtype=torch.int32)
 
 
