@@ -1,7 +1,8 @@
 """Measures what moves the bytes of an offloaded model: memory, the CPU's experts, the link, and both at once.
 
-Everything is measured with the kernels that decoding uses, several times, each in every format of the weights. The
-samples are added to those of earlier runs on the same GPU and processor; nothing is overwritten.
+Everything is measured with the kernels that decoding uses, several times, each in every format of the weights. Memory
+is read by the threads that compute experts, in turn with their requests, so that both see the same machine. The samples
+are added to those of earlier runs on the same GPU and processor; nothing is overwritten.
 
 Without an NVIDIA GPU, memory and the CPU's experts alone are measured.
 """
@@ -22,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.bandwidth import read_probe
 from engine.bandwidth_profile import Profile, ProfileError, Rate, default_profile, machine_name
 from engine.bench_shapes import SHAPES
 from engine.device.driver import CudaDriver, DriverError
@@ -30,7 +30,6 @@ from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
 from engine.native.library import NativeLibraryError, find_library, load_library
-from engine.native.ops import NativeOps
 
 if TYPE_CHECKING:
     from engine.device.link import Link
@@ -42,7 +41,7 @@ EXAMPLES = """examples:
 """
 
 MEANINGS = {
-    "dram.read": "memory, read by all threads",
+    "dram.read": "memory, read by the threads that compute experts",
     "device.copy": "the GPU's memory, read and written",
     "link.copy": "host to GPU, one large copy",
     "cpu": "experts computed on the CPU",
@@ -64,7 +63,7 @@ class CpuExperts:
         self._x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1))
         self._weights = torch.full((1, self._ranks), 1 / self._ranks)
         self._requests = self._all_experts()  # made before, so that their making is not measured
-        self._next = 0
+        self._next = self._layer = 0
 
     def _all_experts(self) -> list[tuple[int, Tensor]]:
         """Layer and plan of requests for all experts of the pool, in order."""
@@ -81,15 +80,19 @@ class CpuExperts:
         layer, plan = self._requests[self._next]
         self._next = (self._next + 1) % len(self._requests)
         self._executor.run(layer, self._x, plan, self._weights)
+        self._layer = layer
         return self._ranks * self._executor.pool.layout.nbytes
 
     def rate(self, go_on: Callable[[], bool]) -> float:
-        """Bytes per second of requests: one, and more as long as ``go_on()``."""
-        start = time.perf_counter()
-        moved = self.request()
+        """Bytes per second of requests: one, and more as long as ``go_on()``. What lies between them does not count."""
+        moved, taken = self.request(), self._taken()
         while go_on():
-            moved += self.request()
-        return moved / (time.perf_counter() - start)
+            moved, taken = moved + self.request(), taken + self._taken()
+        return moved / taken
+
+    def _taken(self) -> float:
+        """Seconds of the last request."""
+        return float(self._executor.times[self._layer, 0]) / 1e9
 
     def rate_for(self, seconds: float) -> float:
         end = time.perf_counter() + seconds
@@ -97,11 +100,14 @@ class CpuExperts:
 
 
 def measure_experts(executor: Executor, link: Link | None, count: int, seconds: float) -> Samples:
-    """``count`` samples of so many seconds of ``cpu``, and with a link ``link``, ``both.cpu`` and ``both.link``."""
+    """``count`` samples of so many seconds of ``read`` (the pool, by the same threads) and ``cpu``, and with a link
+    ``link``, ``both.cpu`` and ``both.link``."""
     cpu, samples = CpuExperts(executor), defaultdict[str, list[float]](list)
     fetching = None if link is None else link.fetching(executor.pool, executor.layout.ranks)
     cpu.rate_for(seconds / 4)
     for _ in range(count):
+        start = time.perf_counter()
+        samples["read"].append(executor.read() / (time.perf_counter() - start))
         samples["cpu"].append(cpu.rate_for(seconds))
         if fetching is not None:
             samples["link"].append(fetching.start(seconds).rate())
@@ -121,38 +127,34 @@ def measure_format(name: str, options: argparse.Namespace, link: Link | None) ->
     executor = Executor(pool, 1, config.top_k, options.threads, library=options.library)
     samples = measure_experts(executor, link, options.samples, options.seconds)
     executor.close()
-    return {f"{what}.{name}": found for what, found in samples.items()}
+    return {"dram.read": samples.pop("read")} | {f"{what}.{name}": found for what, found in samples.items()}
 
 
 def measure(options: argparse.Namespace, link: Link | None, tell: Callable[[str], None]) -> Samples:
     """Every measure, by name: bytes per second."""
-    samples: Samples = {}
-    ops = NativeOps(threads=options.threads, library=options.library)
-    tell("memory")
-    probe = read_probe(ops)
-    for _ in range(options.samples + 1):
-        probe.sample()
-    samples["dram.read"] = [probe.amount / seconds for seconds in probe.seconds[1:]]
-    del probe, ops
+    samples = defaultdict[str, list[float]](list)
     if link is not None:
         tell("link")
         samples["device.copy"] = link.device_copies(options.samples)
         samples["link.copy"] = link.host_copies(options.samples)
     for name in options.formats:
         tell(f"experts in {name}")
-        samples |= measure_format(name, options, link)
+        for what, found in measure_format(name, options, link).items():
+            samples[what] += found
     return samples
 
 
 def show(machine: str, rates: Mapping[str, Rate], now: Mapping[str, Sequence[float]], console: Console) -> None:
     table = Table(title=machine, title_justify="left")
-    for column in ("measure", "what", "this run, GB/s", "its spread", "all runs, GB/s", "samples"):
+    read = Rate(tuple(now["dram.read"])).middle if "dram.read" in now else 0.0
+    for column in ("measure", "what", "this run, GB/s", "its spread", "of memory", "all runs, GB/s", "samples"):
         table.add_column(column, justify="left" if column in ("measure", "what") else "right")
     for name, rate in rates.items():
         run = Rate(tuple(now[name])) if name in now else None
         meaning = MEANINGS.get(name) or MEANINGS.get(name.rpartition(".")[0], "")
         table.add_row(
             name, meaning, f"{run.middle / 1e9:.1f}" if run else "", f"{run.spread:.0%}" if run else "",
+            f"{run.middle / read:.0%}" if run and name.startswith("cpu.") else "",
             f"{rate.middle / 1e9:.1f}", str(len(rate.samples)),
         )  # fmt: skip
     console.print(table)

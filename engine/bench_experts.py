@@ -1,8 +1,9 @@
 """Measures the CPU's experts against reading the same memory: `python -P -m engine.bench_experts`.
 
-Every format sweeps a pool far larger than the caches, each expert once, in requests as a decode step makes them. Sweeps
-take turns with plain reads of the same pool by as many threads, so that both see the same machine, busy or not. On a
-machine that has other things to do, `--threads 1 --cpu-time` counts only the time that the one thread had a core.
+Every format sweeps a pool far larger than the caches, each expert once, in requests as a decode step makes them. What
+counts is the time from when a request is seen until it is answered. Sweeps take turns with plain reads of the same pool
+by the same threads, so that both see the same machine, busy or not. On a machine that has other things to do,
+`--threads 1 --cpu-time` counts only the time that the one thread had a core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
 from engine.native.library import NativeLibraryError, physical_cores
-from engine.native.ops import NativeOps
 
 EXAMPLES = """examples:
   python -P -m engine.bench_experts
@@ -68,11 +68,8 @@ def measure(options: Options, name: str) -> Iterator[Measured]:
     experts = -(-options.megabytes * 1_000_000 // layout.nbytes // options.ranks) * options.ranks
     pool = Pool(layout, 1, max(experts, options.ranks))
     pool.fill_random()
-    ops = NativeOps(options.instruction_set, options.threads)
-    whole = pool.tensor[: pool.nbytes >> 20 << 20]
     x, weights = torch.randn(options.rows, options.hidden), torch.rand(options.rows, options.ranks)
     plans = _plans(pool, options)
-    clock = time.thread_time if options.cpu_time else time.perf_counter
     truth: Tensor | None = None
     for exact in (True, False) if name != "bf16" else (True,):
         executor = Executor(pool, options.rows, options.ranks, options.threads, exact, options.instruction_set)
@@ -80,13 +77,9 @@ def measure(options: Options, name: str) -> Iterator[Measured]:
         truth = y if truth is None else truth
         sweeps, reads = list[float](), list[float]()
         for _ in range(options.repeats + 1):  # the first round only warms up
-            start = clock()
-            ops.read(whole)
-            middle = clock()
-            for plan in plans:
-                executor.run(0, x, plan, weights)
-            reads.append(whole.numel() / (middle - start))
-            sweeps.append(len(pool) * layout.nbytes / (clock() - middle))
+            reads.append(_read_rate(executor, options.cpu_time))
+            seconds = sum(_request_seconds(executor, x, plan, weights, options.cpu_time) for plan in plans)
+            sweeps.append(len(pool) * layout.nbytes / seconds)
         executor.close()
         ratios = sorted(a / b for a, b in zip(sweeps[1:], reads[1:], strict=True))
         yield Measured(
@@ -100,6 +93,18 @@ def measure(options: Options, name: str) -> Iterator[Measured]:
             options.ranks * layout.nbytes / median(sweeps[1:]),
             float((y - truth).norm() / truth.norm()),
         )
+
+
+def _read_rate(executor: Executor, cpu_time: bool) -> float:
+    clock = time.thread_time if cpu_time else time.perf_counter
+    start = clock()
+    return executor.read() / (clock() - start)
+
+
+def _request_seconds(executor: Executor, x: Tensor, plan: Tensor, weights: Tensor, cpu_time: bool) -> float:
+    start = time.thread_time()
+    executor.run(0, x, plan, weights)
+    return time.thread_time() - start if cpu_time else float(executor.times[0, 0]) / 1e9
 
 
 def _plans(pool: Pool, options: Options) -> list[Tensor]:
@@ -155,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _row(one: Measured) -> tuple[str, ...]:
     return (
         one.format,
-        "float32" if one.format == "bf16" else "23 bits" if one.exact else "8 bits",
+        "float32" if one.format == "bf16" else "23 bits" if one.exact else "16 bits",
         f"{one.rate / 1e9:.1f}",
         f"{one.read / 1e9:.1f}",
         f"{one.of_read:.0%} ({one.low:.0%} to {one.high:.0%})",

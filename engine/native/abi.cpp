@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 
 using ft::Context;
 using std::int32_t;
@@ -120,6 +120,10 @@ FT_API int ft_executor_run(ft::Executor* executor, int64_t layer, int64_t rows, 
     std::snprintf(error, static_cast<std::size_t>(room), "%s", invalid.what());
     return 1;
   }
+}
+
+FT_API std::uint64_t ft_executor_read(ft::Executor* executor, const void* memory, int64_t bytes) {
+  return executor->read(memory, bytes);
 }
 
 // 1 with the text in `error` when a request from the mailbox failed since the last call.
@@ -255,5 +259,5 @@ FT_API int ft_write_pages(Context* c, const float* k, const float* v, void* keys
 }
 
 FT_API int ft_read(Context* c, const void* memory, int64_t bytes, std::uint64_t* sum) {
-  return guarded(c, [&] { *sum = ft::read_all(*c, memory, bytes); });
+  return guarded(c, [&] { *sum = ft::read_all(c->pool, memory, bytes); });
 }

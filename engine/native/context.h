@@ -147,7 +147,7 @@ void gated_delta(Context&, const float* q, const float* k, const float* v, const
 void attention(Context&, const float* q, std::int64_t heads, const Pages& pages, float scale, const Batch& batch,
                float* y);
 // XOR of the 64-bit words of the whole MiB in `memory`.
-std::uint64_t read_all(Context&, const void* memory, std::int64_t bytes);
+std::uint64_t read_all(ThreadPool&, const void* memory, std::int64_t bytes);
 void write_pages(Context&, const float* k, const float* v, const Pages& pages, const Batch& batch);
 
 }  // namespace ft

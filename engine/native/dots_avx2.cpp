@@ -1,43 +1,100 @@
 #if defined(__x86_64__)
 #include "vec_avx2.h"
 
+#include "kernels.h"
+
 namespace {
 
-struct Sums {
-  static constexpr std::int32_t byte_offset = 0, nibble_offset = 12;
-  using Bytes = Words;
-  struct Nibbles {
-    __m256i low, high;  // twice the value, plus 12: unsigned
+template <bool kExact>
+void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
+template <bool kExact>
+void pack_halves(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
+
+struct Parts {
+  __m256i high, low;  // of the activations' integers
+};
+
+inline __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+inline __m256i all(std::int32_t x) { return _mm256_set1_epi32(x); }
+
+template <bool kExact>
+struct Avx2 {
+  static constexpr bool exact = kExact;
+  using Sum = Parts;
+
+  static Sum start(const std::int32_t* starts) { return {all(starts[0]), all(starts[1])}; }
+  static Vec value(const Sum& sum) {
+    const Vec high{_mm256_cvtepi32_ps(sum.high)};
+    if constexpr (!kExact) return high;
+    return fma(high, set1(128.0f), {_mm256_cvtepi32_ps(sum.low)});
+  }
+};
+
+// Products of 16 bits: weights are widened, the even and the odd bytes of a word.
+template <bool kExact>
+struct Int8 : Avx2<kExact> {
+  static constexpr std::int64_t bytes = ft::kInt8Bytes, codes = 2 * ft::kBlock;
+  static constexpr int words = kExact ? 4 : 2, steps = 8, quads = 1, parts = 4;
+  static constexpr std::int32_t offset = 0;
+  static constexpr float factor = 1.0f;
+  static constexpr auto pack = pack_halves<kExact>;
+  struct Halves {
+    __m256i even, odd;
   };
 
-  static Bytes prepare_bytes(Words w) { return w; }
-  static Nibbles prepare_nibbles(Words w) {
+  static Halves load(const char* codes, int step) {
+    const Words w = load_words(codes + step * 4 * ft::kBlock);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(w.v, 8), 8), _mm256_srai_epi16(w.v, 8)};
+  }
+  static void add(Parts& sum, const Halves& w, const std::int32_t* x, int) {
+    const auto products = [&](const std::int32_t* of) {
+      return ::add(_mm256_madd_epi16(w.even, all(of[0])), _mm256_madd_epi16(w.odd, all(of[1])));
+    };
+    sum.high = ::add(sum.high, products(x));
+    if constexpr (kExact) sum.low = ::add(sum.low, products(x + 2));
+  }
+  static Vec scale(const char* block, int row) {
+    return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
+  }
+};
+
+// Products of bytes: four pairs of them fit 16 bits, 4 * 2 * 24 * 128.
+template <bool kExact>
+struct Mxfp4 : Avx2<kExact> {
+  static constexpr std::int64_t bytes = ft::kMxfp4Bytes, codes = ft::kBlock;
+  static constexpr int words = kExact ? 3 : 2, steps = 2, quads = 4, parts = 2;
+  static constexpr std::int32_t offset = 12;
+  static constexpr float factor = 0.5f;
+  static constexpr auto pack = pack_bytes<kExact>;
+  struct Nibbles {
+    __m256i quad[4];  // twice the value, plus 12: unsigned
+  };
+
+  static Nibbles load(const char* codes, int step) {
     const __m256i table = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_shuffle_epi8(table, _mm256_and_si256(w.v, mask)),
-            _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w.v, 4), mask))};
+    Nibbles nibbles;
+    for (int i = 0; i < 2; ++i) {
+      const Words w = load_words(codes + (2 * step + i) * 4 * ft::kBlock);
+      nibbles.quad[2 * i] = _mm256_shuffle_epi8(table, _mm256_and_si256(w.v, mask));
+      nibbles.quad[2 * i + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w.v, 4), mask));
+    }
+    return nibbles;
   }
-
-  // Pairs of products fit 16 bits: 2 * 127 * 128.
-  void add_bytes(Bytes w, std::int32_t x) {
-    const __m256i activations = _mm256_set1_epi32(x);
-    add(_mm256_maddubs_epi16(_mm256_abs_epi8(activations), _mm256_sign_epi8(w.v, activations)));
+  static void add(Parts& sum, const Nibbles& w, const std::int32_t* x, int stride) {
+    const auto pairs = [&](int digit) {
+      __m256i quads[4];
+      for (int i = 0; i < 4; ++i) quads[i] = _mm256_maddubs_epi16(w.quad[i], all(x[i * stride + digit]));
+      return _mm256_add_epi16(_mm256_add_epi16(quads[0], quads[1]), _mm256_add_epi16(quads[2], quads[3]));
+    };
+    sum.high = ::add(sum.high, _mm256_madd_epi16(pairs(0), _mm256_set1_epi16(256)));
+    sum.high = ::add(sum.high, _mm256_madd_epi16(pairs(1), _mm256_set1_epi16(1)));
+    if constexpr (kExact) sum.low = ::add(sum.low, _mm256_madd_epi16(pairs(2), _mm256_set1_epi16(1)));
   }
-  // Four pairs fit as well: 4 * 2 * 24 * 128.
-  void add_nibbles(Nibbles first, Nibbles second, std::int32_t x0, std::int32_t x1, std::int32_t x2, std::int32_t x3) {
-    const __m256i a = _mm256_add_epi16(_mm256_maddubs_epi16(first.low, _mm256_set1_epi32(x0)),
-                                       _mm256_maddubs_epi16(first.high, _mm256_set1_epi32(x1)));
-    const __m256i b = _mm256_add_epi16(_mm256_maddubs_epi16(second.low, _mm256_set1_epi32(x2)),
-                                       _mm256_maddubs_epi16(second.high, _mm256_set1_epi32(x3)));
-    add(_mm256_add_epi16(a, b));
+  static Vec scale(const char* block, int row) {
+    return widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);
   }
-  void add(__m256i pairs) { v = _mm256_add_epi32(v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-  Vec less(std::int32_t excess) const {
-    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(v, _mm256_set1_epi32(excess)))};
-  }
-
-  __m256i v;
 };
 
 }  // namespace

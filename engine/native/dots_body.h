@@ -1,6 +1,10 @@
-// Integer products of quantised weights and activations, written once over Sums. Included by one source file per
-// instruction set, after its vec_*.h and its Sums: 32-bit sums of one Vec of panel rows. Internal linkage only, as in
-// kernels_body.h.
+// Integer products of quantised weights and activations, written once over Int8 and Mxfp4. Included by one source file
+// per instruction set, after its vec_*.h and these two. Internal linkage only, as in kernels_body.h.
+//
+// A format has, for exact activations or not: `words` of a quad of activations and `pack`, which makes them; `steps` of
+// `quads` quads that a block's 32-bit words are taken in; `load`, the words of one step for Vec::width rows; a Sum of
+// 32-bit integers, to which `add` adds their products; `offset`, what its weights have too much; and `factor`, for
+// weights that are doubled, which is put into the activations' scales.
 #pragma once
 
 #include "kernels.h"
@@ -9,62 +13,30 @@ namespace {
 
 using std::int64_t;
 
-// A step takes as many words of a row as lie `quads` quads of k: sum += their products, plus `offset` times the sum of
-// the activations.
-struct Int8 {
-  static constexpr int64_t bytes = ft::kInt8Bytes;
-  static constexpr int64_t codes = 2 * ft::kBlock;
-  static constexpr int steps = 8, words = 1, quads = 1;
-  static constexpr std::int32_t offset = Sums::byte_offset;
-  using Prepared = Sums::Bytes;
-  static Prepared prepare(const char* word) { return Sums::prepare_bytes(load_words(word)); }
-  static void add(Sums& sum, Prepared weights, const std::int32_t* x, int) { sum.add_bytes(weights, x[0]); }
-  static Vec scale(const char* block, int row) {
-    return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
-  }
-};
+constexpr int kPrefetched = 9;  // lines of a block: all of mxfp4; those of int8 come with them
 
-struct Mxfp4 {
-  static constexpr int64_t bytes = ft::kMxfp4Bytes;
-  static constexpr int64_t codes = ft::kBlock;
-  static constexpr int steps = 2, words = 2, quads = 4;
-  static constexpr std::int32_t offset = Sums::nibble_offset;
-  struct Prepared {
-    Sums::Nibbles first, second;
-  };
-  static Prepared prepare(const char* word) {
-    return {Sums::prepare_nibbles(load_words(word)), Sums::prepare_nibbles(load_words(word + 4 * ft::kBlock))};
-  }
-  static void add(Sums& sum, const Prepared& weights, const std::int32_t* x, int stride) {
-    sum.add_nibbles(weights.first, weights.second, x[0], x[stride], x[2 * stride], x[3 * stride]);
-  }
-  static Vec scale(const char* block, int row) {  // half of it, as values are doubled
-    return set1(0.5f) * widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);
-  }
-};
-
-template <class Format, int kDigits, int kRows>
+template <class Format, int kRows>
 void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
-  constexpr int all = ft::kBlock / Vec::width;
-  constexpr int fitting = Vec::accumulators * 2 / 3 / (kDigits * kRows);  // the rest of the registers: weights
-  constexpr int parts = fitting >= all ? all : fitting >= all / 2 && all > 1 ? all / 2 : 1;
-  constexpr int stride = kRows * kDigits;  // of one k
+  constexpr int stride = kRows * Format::words;  // of a quad
+  constexpr int parts = kRows == 1 ? Format::parts : 1;
   const char* block = static_cast<const char*>(panel);
-  const std::int32_t* quads = a.quads;
-  for (int i = 0; i < kRows * ft::kPanel; ++i) c[i] = 0.0f;
-  for (int64_t k = 0; k < depth / ft::kBlock; ++k, block += Format::bytes, quads += ft::kBlock / 4 * stride) {
-    const char* ahead = block + 4096 / Format::bytes * Format::bytes;
-    for (int64_t i = 0; i < Format::bytes; i += 64) __builtin_prefetch(ahead + i);
-    for (int lane = 0; lane < ft::kBlock; lane += parts * Vec::width) {
-      Sums sums[parts][stride] = {};
+  const std::int32_t *x = a.words, *starts = a.starts;
+  const float* scales = a.scales;
+  for (int64_t k = 0; k < depth; k += ft::kBlock) {
+    for (int line = 0; line < kPrefetched && a.ahead != 0; ++line) __builtin_prefetch(block + a.ahead + 64 * line);
+    for (int lane = 0; lane < ft::kPanel; lane += parts * Vec::width) {
+      typename Format::Sum sums[parts][kRows];
+      for (int part = 0; part < parts; ++part) {
+        for (int row = 0; row < kRows; ++row) sums[part][row] = Format::start(starts + 2 * row);
+      }
+#pragma GCC unroll 8
       for (int step = 0; step < Format::steps; ++step) {
 #pragma GCC unroll 4
         for (int part = 0; part < parts; ++part) {
-          const int word = step * Format::words * ft::kBlock + lane + part * Vec::width;
-          const auto weights = Format::prepare(block + Format::codes + 4 * word);
-#pragma GCC unroll 36
-          for (int i = 0; i < stride; ++i) {
-            Format::add(sums[part][i], weights, quads + step * Format::quads * stride + i, stride);
+          const auto weights = Format::load(block + Format::codes + 4 * (lane + part * Vec::width), step);
+#pragma GCC unroll 12
+          for (int row = 0; row < kRows; ++row) {
+            Format::add(sums[part][row], weights, x + step * Format::quads * stride + row * Format::words, stride);
           }
         }
       }
@@ -72,21 +44,17 @@ void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
         const int column = lane + part * Vec::width;
         const Vec scale = Format::scale(block, column);
         for (int row = 0; row < kRows; ++row) {
-          const Sums* digit = sums[part] + row * kDigits;
-          const std::int32_t* excess = a.sums + k * stride + row * kDigits;
-          Vec product = digit[kDigits - 1].less(Format::offset * excess[kDigits - 1]);
-          for (int i = kDigits - 2; i >= 0; --i) {
-            product = fma(product, set1(256.0f), digit[i].less(Format::offset * excess[i]));
-          }
           float* out = c + row * ft::kPanel + column;
-          store(out, fma(product, scale * set1(a.scales[k * kRows + row]), load(out)));
+          store(out, fma(Format::value(sums[part][row]), scale * set1(scales[row]), load(out)));
         }
       }
     }
+    block += Format::bytes, x += ft::kBlock / 4 * stride, starts += 2 * kRows, scales += kRows;
   }
 }
 
-void split(const float* x, int digits, std::int32_t* quads, float* scale, std::int32_t* sums) {
+template <class Format>
+void split(const float* x, std::int32_t* words, float* scale, std::int32_t* starts) {
   Vec largest = set1(0.0f), nothing = set1(0.0f);  // nothing becomes NaN where a value is not finite
   for (int i = 0; i < ft::kBlock; i += Vec::width) {
     const Vec value = load(x + i);
@@ -96,45 +64,72 @@ void split(const float* x, int digits, std::int32_t* quads, float* scale, std::i
   float lanes[Vec::width], nothings[Vec::width], magnitude = 0.0f, bad = 0.0f;
   store(lanes, largest), store(nothings, nothing);
   for (int i = 0; i < Vec::width; ++i) magnitude = lanes[i] > magnitude ? lanes[i] : magnitude, bad += nothings[i];
-  const float range = digits == 1 ? 127.0f : 4194303.0f;
-  *scale = magnitude / range + bad;
+  const float range = Format::exact ? 4177855.0f : 32639.0f;  // 127 * 256 + 127, and as much again in its last digit
+  *scale = magnitude / range * Format::factor + bad;
   // Adding 1.5 * 2^23 rounds to the nearest even integer, which is then the difference of the bits.
   constexpr float magic = 12582912.0f;
   constexpr std::int32_t magic_bits = 0x4b400000;
   const Vec inverse = set1(magnitude > 0.0f ? range / magnitude : 0.0f);
   float shifted[ft::kBlock];
-  std::int32_t integers[ft::kBlock];
+  std::int32_t high[ft::kBlock], low[ft::kBlock], highs = 0, lows = 0;
   for (int i = 0; i < ft::kBlock; i += Vec::width) store(shifted + i, fma(load(x + i), inverse, set1(magic)));
-  __builtin_memcpy(integers, shifted, sizeof integers);
-  for (std::int32_t& integer : integers) integer -= magic_bits;
-  for (int digit = 0; digit < digits; ++digit) {
-    std::int8_t bytes[ft::kBlock];
-    std::int32_t sum = 0;
-    for (int i = 0; i < ft::kBlock; ++i) {
-      bytes[i] = static_cast<std::int8_t>(integers[i]);
-      sum += bytes[i];
-      integers[i] = (integers[i] - bytes[i]) >> 8;
-    }
-    sums[digit] = sum;
-    for (int i = 0; i < ft::kBlock / 4; ++i) __builtin_memcpy(quads + i * digits + digit, bytes + 4 * i, 4);
+  __builtin_memcpy(high, shifted, sizeof high);
+  for (int i = 0; i < ft::kBlock; ++i) {
+    const std::int32_t integer = high[i] - magic_bits;
+    high[i] = Format::exact ? (integer + 64) >> 7 : integer;
+    low[i] = integer - (high[i] << (Format::exact ? 7 : 0));
+    highs += high[i], lows += low[i];
+  }
+  starts[0] = -Format::offset * highs, starts[1] = -Format::offset * lows;
+  Format::pack(high, low, words);
+}
+
+// Bytes [digit][4] of every quad: the high byte of `high`, the low one, and with exact ones `low`.
+template <bool kExact>
+void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t* words) {
+  constexpr int digits = kExact ? 3 : 2;
+  std::int8_t bytes[digits][ft::kBlock];
+  for (int i = 0; i < ft::kBlock; ++i) {
+    const std::int8_t byte = static_cast<std::int8_t>(high[i]);
+    bytes[0][i] = static_cast<std::int8_t>((high[i] - byte) >> 8);
+    bytes[1][i] = byte;
+    if (kExact) bytes[digits - 1][i] = static_cast<std::int8_t>(low[i]);
+  }
+  for (int quad = 0; quad < ft::kBlock / 4; ++quad) {
+    for (int digit = 0; digit < digits; ++digit) __builtin_memcpy(words++, bytes[digit] + 4 * quad, 4);
   }
 }
 
-template <class Format, int kDigits, int kRows>
+// Halves [0 2][1 3] of every quad: of `high`, and with exact ones of `low`.
+template <bool kExact>
+void pack_halves(const std::int32_t* high, const std::int32_t* low, std::int32_t* words) {
+  for (int quad = 0; quad < ft::kBlock; quad += 4) {
+    for (const std::int32_t* from = high + quad;; from = low + quad) {
+      for (int i = 0; i < 2; ++i) {
+        *words++ = (from[i] & 0xffff) | static_cast<std::int32_t>(static_cast<std::uint32_t>(from[i + 2]) << 16);
+      }
+      if (!kExact || from == low + quad) break;
+    }
+  }
+}
+
+template <class Format, int kRows = 1>
 constexpr void fill_dots(ft::Dot (&dots)[ft::kMaxTileRows]) {
-  dots[kRows - 1] = dot<Format, kDigits, kRows>;
-  if constexpr (kRows < Vec::tile_rows) fill_dots<Format, kDigits, kRows + 1>(dots);
+  dots[kRows - 1] = dot<Format, kRows>;
+  if constexpr (kRows < Vec::tile_rows) fill_dots<Format, kRows + 1>(dots);
+}
+
+template <class Format>
+constexpr ft::Products make_products() {
+  ft::Products products{Format::words, {}, split<Format>};
+  fill_dots<Format>(products.dots);
+  return products;
 }
 
 constexpr ft::Dots make_dots() {
-  ft::Dots table{};
-  table.tile_rows = Vec::tile_rows;
-  fill_dots<Int8, 1, 1>(table.int8[0]);
-  fill_dots<Int8, 3, 1>(table.int8[1]);
-  fill_dots<Mxfp4, 1, 1>(table.mxfp4[0]);
-  fill_dots<Mxfp4, 3, 1>(table.mxfp4[1]);
-  table.split = split;
-  return table;
+  return {Vec::tile_rows,
+          {make_products<Int8<false>>(), make_products<Int8<true>>()},
+          {make_products<Mxfp4<false>>(), make_products<Mxfp4<true>>()}};
 }
 
 }  // namespace

@@ -1,38 +1,82 @@
 #if defined(__x86_64__)
 #include "vec_avx512.h"
 
+#include "kernels.h"
+
 namespace {
 
-struct Sums {
-  static constexpr std::int32_t byte_offset = 128, nibble_offset = 12;
-  using Bytes = Words;  // the values plus 128: unsigned
+template <bool kExact>
+void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
+
+// 256 * d2 + d1 are the high parts of activations, d0 the low ones: bytes, as the instruction takes them.
+struct Digits {
+  __m512i d2, d1, d0;
+};
+
+template <bool kExact>
+struct Vnni {
+  static constexpr bool exact = kExact;
+  static constexpr int words = kExact ? 3 : 2, parts = 2;
+  static constexpr auto pack = pack_bytes<kExact>;
+  using Sum = Digits;
+
+  static Sum start(const std::int32_t* starts) {
+    return {_mm512_setzero_si512(), _mm512_set1_epi32(starts[0]), _mm512_set1_epi32(starts[1])};
+  }
+  static void add_quad(Sum& sum, __m512i w, const std::int32_t* x) {
+    sum.d2 = _mm512_dpbusd_epi32(sum.d2, w, _mm512_set1_epi32(x[0]));
+    sum.d1 = _mm512_dpbusd_epi32(sum.d1, w, _mm512_set1_epi32(x[1]));
+    if constexpr (kExact) sum.d0 = _mm512_dpbusd_epi32(sum.d0, w, _mm512_set1_epi32(x[2]));
+  }
+  static Vec value(const Sum& sum) {
+    const Vec high{_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum.d2, 8), sum.d1))};
+    if constexpr (!kExact) return high;
+    return fma(high, set1(128.0f), {_mm512_cvtepi32_ps(sum.d0)});
+  }
+};
+
+template <bool kExact>
+struct Int8 : Vnni<kExact> {
+  static constexpr std::int64_t bytes = ft::kInt8Bytes, codes = 2 * ft::kBlock;
+  static constexpr int steps = 8, quads = 1;
+  static constexpr std::int32_t offset = 128;  // makes them unsigned
+  static constexpr float factor = 1.0f;
+
+  static __m512i load(const char* codes, int step) {
+    const Words w = load_words(codes + step * 4 * ft::kBlock);
+    return _mm512_xor_si512(w.v, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+  }
+  static void add(Digits& sum, __m512i w, const std::int32_t* x, int) { Vnni<kExact>::add_quad(sum, w, x); }
+  static Vec scale(const char* block, int row) {
+    return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
+  }
+};
+
+template <bool kExact>
+struct Mxfp4 : Vnni<kExact> {
+  static constexpr std::int64_t bytes = ft::kMxfp4Bytes, codes = ft::kBlock;
+  static constexpr int steps = 4, quads = 2;
+  static constexpr std::int32_t offset = 12;
+  static constexpr float factor = 0.5f;
   struct Nibbles {
     __m512i low, high;  // twice the value, plus 12: unsigned
   };
 
-  static Bytes prepare_bytes(Words w) {
-    return {_mm512_xor_si512(w.v, _mm512_set1_epi32(static_cast<int>(0x80808080u)))};
-  }
-  static Nibbles prepare_nibbles(Words w) {
+  static Nibbles load(const char* codes, int step) {
     const __m512i table = _mm512_broadcast_i32x4(
         _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     const __m512i mask = _mm512_set1_epi8(15);
+    const Words w = load_words(codes + step * 4 * ft::kBlock);
     return {_mm512_shuffle_epi8(table, _mm512_and_si512(w.v, mask)),
             _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(w.v, 4), mask))};
   }
-
-  void add_bytes(Bytes w, std::int32_t x) { v = _mm512_dpbusd_epi32(v, w.v, _mm512_set1_epi32(x)); }
-  void add_nibbles(Nibbles first, Nibbles second, std::int32_t x0, std::int32_t x1, std::int32_t x2, std::int32_t x3) {
-    v = _mm512_dpbusd_epi32(v, first.low, _mm512_set1_epi32(x0));
-    v = _mm512_dpbusd_epi32(v, first.high, _mm512_set1_epi32(x1));
-    v = _mm512_dpbusd_epi32(v, second.low, _mm512_set1_epi32(x2));
-    v = _mm512_dpbusd_epi32(v, second.high, _mm512_set1_epi32(x3));
+  static void add(Digits& sum, const Nibbles& w, const std::int32_t* x, int stride) {
+    Vnni<kExact>::add_quad(sum, w.low, x);
+    Vnni<kExact>::add_quad(sum, w.high, x + stride);
   }
-  Vec less(std::int32_t excess) const {
-    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(v, _mm512_set1_epi32(excess)))};
+  static Vec scale(const char* block, int row) {
+    return widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);
   }
-
-  __m512i v;
 };
 
 }  // namespace

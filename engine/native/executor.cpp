@@ -26,63 +26,31 @@ void store_line(std::uint64_t* line, std::uint64_t value) { __atomic_store_n(lin
 
 // Enough pieces for the threads to end together, each a long stretch of memory.
 constexpr int kTasksPerThread = 16;
+constexpr std::int64_t kGatheredBlocks = 16;
 
 }  // namespace
 
-// ── activations ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-Activations::Activations(const Dots& dots, std::int64_t depth, int digits)
-    : dots_(dots), depth_(depth), digits_(digits) {}
-
-void Activations::reserve(std::int64_t pairs) {
-  if (pairs <= pairs_) return;
-  pairs_ = pairs;
-  values_.resize(static_cast<std::size_t>(pairs * (digits_ == 0 ? depth_ : depth_ / kBlock)));
-  quads_.resize(static_cast<std::size_t>(pairs * depth_ / 4 * digits_));
-  sums_.resize(static_cast<std::size_t>(pairs * depth_ / kBlock * digits_));
-}
-
-void Activations::put(std::int64_t first, int size, int row, std::int64_t column, const float* values,
-                      std::int64_t count) {
-  const std::int64_t at = first * depth_ + column * size;
-  if (digits_ == 0) {
-    float* target = values_.data() + at + row;
-    for (std::int64_t i = 0; i < count; ++i) target[i * size] = values[i];
-    return;
-  }
-  for (std::int64_t k = 0; k < count; k += kBlock) {
-    std::int32_t quads[kBlock / 4 * kMostDigits];
-    const std::int64_t block = at / kBlock + k / kBlock * size + row;
-    dots_.split(values + k, digits_, quads, &values_[block], &sums_[block * digits_]);
-    std::int32_t* target = quads_.data() + (at / 4 + k / 4 * size + row) * digits_;
-    for (int i = 0; i < kBlock / 4; ++i) std::copy_n(quads + i * digits_, digits_, target + i * size * digits_);
-  }
-}
-
-const float* Activations::floats(std::int64_t first, int size, std::int64_t column) const {
-  return values_.data() + first * depth_ + column * size;
-}
-
-Integers Activations::integers(std::int64_t first, int size, std::int64_t column) const {
-  const std::int64_t at = first * depth_ + column * size;
-  return {&quads_[at / 4 * digits_], &values_[at / kBlock], &sums_[at / kBlock * digits_]};
-}
-
 // ── the products ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+static const Products* products_of(const Dots& dots, const ExecutorSpec& spec) {
+  if (spec.format == ExpertFormat::bf16) return nullptr;
+  return &(spec.format == ExpertFormat::int8 ? dots.int8 : dots.mxfp4)[spec.exact != 0];
+}
 
 Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec& spec)
     : kernels_(kernels),
-      dots_(dots),
       spec_(spec),
-      digits_(spec.format == ExpertFormat::bf16 ? 0 : spec.exact != 0 ? kMostDigits : 1),
-      products_((spec.format == ExpertFormat::int8 ? dots.int8 : dots.mxfp4)[digits_ == kMostDigits]),
-      tile_rows_(digits_ == 0 ? kernels.tile_rows : dots.tile_rows),
+      products_(products_of(dots, spec)),
+      tile_rows_(products_ == nullptr ? kernels.tile_rows : dots.tile_rows),
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
-      single_(dots, spec.hidden, digits_),
-      gathered_(dots, spec.hidden, digits_),
-      inner_(dots, spec.inner, digits_),
+      gate_ups_left_(new Left[spec.rows * spec.ranks]),
+      downs_left_(new Left[spec.hidden / kPanel]),
+      halves_(new std::atomic<bool>[spec.rows * spec.ranks * spec.inner / kBlock]),
+      single_(products_, spec.hidden),
+      gathered_(products_, spec.hidden),
+      inner_(products_, spec.inner),
       looked_(now()) {
   const int cpu = spec.cpu_count > 0 ? spec.cpus[0] : -1;
   coordinator_ = std::thread([this, cpu] {
@@ -103,24 +71,55 @@ void Executor::run(std::int64_t layer, std::int64_t rows, const float* x, const 
   compute(layer, rows, x, plan, weights, y);
 }
 
+std::uint64_t Executor::read(const void* memory, std::int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return read_all(threads_, memory, bytes);
+}
+
 void Executor::compute(std::int64_t layer, std::int64_t rows, const float* x, const std::int32_t* plan,
                        const float* weights, float* y) {
+  const std::int64_t start = now();
   if (layer < 0 || layer >= spec_.layers || rows < 0 || rows > spec_.rows) {
     throw Invalid("layer " + std::to_string(layer) + " with " + std::to_string(rows) + " rows is beyond the " +
                   std::to_string(spec_.layers) + " layers and " + std::to_string(spec_.rows) + " rows of the executor");
   }
   group_pairs(rows, plan);
+  if (entries_.empty()) {
+    std::fill_n(y, rows * spec_.hidden, 0.0f);
+  } else {
+    run_tasks(layer, rows, x, weights, y);
+  }
+  spec_.times[3 * layer] = now() - start;
+  spec_.times[3 * layer + 2] = parts_computed_;
+}
+
+void Executor::run_tasks(std::int64_t layer, std::int64_t rows, const float* x, const float* weights, float* y) {
   reserve(rows);
-  gather(rows, x);
-  gate_up(layer, x);
-  down(layer);
-  combine(rows, weights, y);
+  make_tasks(rows);
+  threads_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t index, int thread) {
+    if (thread == 0) watch();
+    const Task& task = tasks_[index];
+    switch (task.kind) {
+      case Kind::gather:
+        return gather(task, x);
+      case Kind::gate_up:
+        return gate_up(task, layer, x);
+      case Kind::down:
+        down(task, layer);
+        if (downs_left_[task.part].tasks.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+          combine(task, rows, weights, y);
+        }
+    }
+  });
 }
 
 // Room for the largest request so far: most are of a few rows, and few of as many as may come.
 void Executor::reserve(std::int64_t rows) {
   const std::int64_t pairs = static_cast<std::int64_t>(entries_.size());
-  if (digits_ > 0) single_.reserve(rows);
+  if (products_ != nullptr) {
+    single_.reserve(rows);
+    activated_.resize(std::max(activated_.size(), static_cast<std::size_t>(pairs * spec_.inner)));
+  }
   if (groups_.size() < entries_.size()) gathered_.reserve(pairs);
   inner_.reserve(pairs);
   outputs_.resize(std::max(outputs_.size(), static_cast<std::size_t>(pairs * spec_.hidden)));
@@ -161,26 +160,58 @@ void Executor::group_pairs(std::int64_t rows, const std::int32_t* plan) {
   }
 }
 
-std::int64_t Executor::task_units(std::int64_t total) const {
-  return std::max<std::int64_t>(1, total / (kTasksPerThread * threads_.size()));
+// All gathers, then all of gate_up, then all of down: what a task waits for is before it.
+void Executor::make_tasks(std::int64_t rows) {
+  const std::int64_t groups = static_cast<std::int64_t>(groups_.size());
+  const std::int64_t wanted = kTasksPerThread * threads_.size();
+  tasks_.clear();
+  make_gathers(rows);
+  const std::int64_t all = parts_computed_ * spec_.inner / spec_.parts / kHalf;
+  const std::int64_t most = std::max<std::int64_t>(1, all / wanted);
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const std::int64_t first_part = groups_[group].first_part, columns = spec_.inner - spec_.bounds[first_part];
+    gate_ups_left_[group].tasks.store(columns / kHalf, std::memory_order_relaxed);
+    for (std::int64_t part = first_part; part < spec_.parts; ++part) {
+      add_tasks(Kind::gate_up, group, part, width(part) / kHalf, ceil_div(width(part) / kHalf, most));
+    }
+  }
+  for (std::int64_t i = 0; i < groups * spec_.inner / kBlock; ++i) halves_[i].store(false, std::memory_order_relaxed);
+  pieces_ = std::min(panels(), ceil_div(wanted, groups));
+  for (std::int64_t i = 0; i < pieces_; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
+  for (std::int64_t group = 0; group < groups; ++group) {
+    for (std::int64_t piece = 0; piece < pieces_; ++piece) {
+      tasks_.push_back({Kind::down, group, piece, panels() * piece / pieces_, panels() * (piece + 1) / pieces_});
+    }
+  }
 }
 
-// The rows of tiles side by side; floats of one row need no copy.
-void Executor::gather(std::int64_t rows, const float* x) {
-  if (digits_ > 0) {
-    threads_.run(rows, [&](std::int64_t row, int) { single_.put(row, 1, 0, 0, x + row * spec_.hidden, spec_.hidden); });
+// Integers of every row, and the rows of tiles side by side; floats of one row need no copy.
+void Executor::make_gathers(std::int64_t rows) {
+  gathers_.clear();
+  for (std::int64_t row = 0; row < rows && products_ != nullptr; ++row) gathers_.push_back({row, &single_, row, 1, 0});
+  for (std::int64_t pair : entries_) {
+    const Place& place = places_[pair];
+    if (place.size > 1) gathers_.push_back({pair / spec_.ranks, &gathered_, place.first, place.size, place.row});
   }
-  if (groups_.size() == entries_.size()) return;
-  threads_.run(static_cast<std::int64_t>(groups_.size()), [&](std::int64_t index, int) {
-    const Group& group = groups_[index];
-    for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
-      const int size = group.tiling.size(tile);
-      const std::int64_t first = group.entry + group.tiling.begin(tile);
-      for (int row = 0; row < size && size > 1; ++row) {
-        gathered_.put(first, size, row, 0, x + entries_[first + row] / spec_.ranks * spec_.hidden, spec_.hidden);
-      }
-    }
-  });
+  const std::int64_t count = static_cast<std::int64_t>(gathers_.size()), blocks = spec_.hidden / kBlock;
+  if (count > 0) {
+    const std::int64_t pieces = std::min(ceil_div(blocks, kGatheredBlocks), ceil_div(threads_.size(), count));
+    for (std::int64_t of = 0; of < count; ++of) add_tasks(Kind::gather, of, 0, blocks, pieces);
+  }
+  gathers_left_.tasks.store(static_cast<std::int64_t>(tasks_.size()), std::memory_order_relaxed);
+}
+
+void Executor::add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t units, std::int64_t pieces) {
+  for (std::int64_t i = 0; i < pieces; ++i) {
+    tasks_.push_back({kind, of, part, units * i / pieces, units * (i + 1) / pieces});
+  }
+}
+
+void Executor::gather(const Task& task, const float* x) {
+  const Gather& gather = gathers_[task.of];
+  const std::int64_t column = task.begin * kBlock, count = (task.end - task.begin) * kBlock;
+  gather.target->put(gather.first, gather.size, gather.place, column, x + gather.row * spec_.hidden + column, count);
+  gathers_left_.tasks.fetch_sub(1, std::memory_order_release);
 }
 
 const char* Executor::section(std::int64_t layer, const Group& group, std::int64_t part) const {
@@ -188,91 +219,78 @@ const char* Executor::section(std::int64_t layer, const Group& group, std::int64
          3 * (spec_.bounds[part] / kBlock) * (spec_.hidden / kBlock) * block_bytes_;
 }
 
-void Executor::add_tasks(std::int64_t group, std::int64_t part, std::int64_t units, std::int64_t most) {
-  const std::int64_t pieces = ceil_div(units, most);
-  for (std::int64_t i = 0; i < pieces; ++i) {
-    tasks_.push_back({group, part, units * i / pieces, units * (i + 1) / pieces});
-  }
-}
-
 void Executor::product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
-                       const char* panel, std::int64_t depth, float* c) const {
-  if (digits_ > 0) {
-    products_[size - 1](tiles.integers(first, size, column), panel, depth, c);
-  } else {
-    tile_kernel(kernels_, true, size)(row != nullptr ? row : tiles.floats(first, size, column), panel, depth, c);
+                       const char* panel, std::int64_t depth, bool fresh, float* c) const {
+  if (products_ != nullptr) {
+    if (fresh) std::fill_n(c, size * kPanel, 0.0f);
+    products_->dots[size - 1](tiles.integers(first, size, column), panel, depth, c);
+    return;
   }
+  alignas(64) float sums[kMaxTileRows * kPanel];
+  const float* a = row != nullptr ? row : tiles.floats(first, size, column);
+  tile_kernel(kernels_, true, size)(a, panel, depth, fresh ? c : sums);
+  for (int i = 0; i < size * kPanel && !fresh; ++i) c[i] += sums[i];
 }
 
-// A unit is kBlock inner columns, two panels.
-void Executor::gate_up(std::int64_t layer, const float* x) {
+void Executor::gate_up(const Task& task, std::int64_t layer, const float* x) {
+  const Group& group = groups_[task.of];
   const std::int64_t panel_bytes = spec_.hidden / kBlock * block_bytes_;
-  const std::int64_t most = task_units(parts_computed_ * spec_.inner / spec_.parts / kBlock);
-  tasks_.clear();
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    for (std::int64_t part = groups_[group].first_part; part < spec_.parts; ++part) {
-      add_tasks(static_cast<std::int64_t>(group), part, width(part) / kBlock, most);
+  alignas(64) float c[kMaxTileRows * kPanel], activated[kMaxTileRows * kHalf];
+  wait_until([&] { return gathers_left_.tasks.load(std::memory_order_acquire) == 0; });
+  for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
+    const char* weights = section(layer, group, task.part) + panel * panel_bytes;
+    const std::int64_t column = spec_.bounds[task.part] + panel * kHalf, unit = column / kBlock;
+    for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
+      const int size = group.tiling.size(tile);
+      const std::int64_t first = group.entry + group.tiling.begin(tile), row = entries_[first] / spec_.ranks;
+      product(size == 1 ? single_ : gathered_, size == 1 ? x + row * spec_.hidden : nullptr, size == 1 ? row : first,
+              size, 0, weights, spec_.hidden, true, c);
+      for (int i = 0; i < size; ++i) {
+        const std::int64_t at = first * spec_.inner + (unit * size + i) * kBlock + column % kBlock;
+        float* target = products_ == nullptr ? activated : &activated_[at];
+        kernels_.silu_mul(c + i * kPanel, c + i * kPanel + kHalf, kHalf, target);
+        if (products_ == nullptr) inner_.put(first, size, i, column, activated, kHalf);
+      }
+    }
+    if (products_ != nullptr && halves_[task.of * (spec_.inner / kBlock) + unit].exchange(true)) put_inner(group, unit);
+  }
+  gate_ups_left_[task.of].tasks.fetch_sub(task.end - task.begin, std::memory_order_release);
+}
+
+// Makes integers of kBlock columns of all rows of a group.
+void Executor::put_inner(const Group& group, std::int64_t unit) {
+  for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
+    const int size = group.tiling.size(tile);
+    const std::int64_t first = group.entry + group.tiling.begin(tile);
+    for (int i = 0; i < size; ++i) {
+      const float* activated = &activated_[first * spec_.inner + (unit * size + i) * kBlock];
+      inner_.put(first, size, i, unit * kBlock, activated, kBlock);
     }
   }
-  threads_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t index, int thread) {
-    if (thread == 0) watch();
-    const Task& task = tasks_[index];
-    const Group& group = groups_[task.group];
-    alignas(64) float c[kMaxTileRows * kPanel], activated[kMaxTileRows * kBlock];
-    for (std::int64_t unit = task.begin; unit < task.end; ++unit) {
-      const char* panels = section(layer, group, task.part) + unit * 2 * panel_bytes;
+}
+
+void Executor::down(const Task& task, std::int64_t layer) {
+  const Group& group = groups_[task.of];
+  wait_until([&] { return gate_ups_left_[task.of].tasks.load(std::memory_order_acquire) == 0; });
+  for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
+    const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
+    const char* start = section(layer, group, part) + gate_up_blocks * block_bytes_;
+    for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
+      const char* weights = start + panel * (width(part) / kBlock) * block_bytes_;
       for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
         const int size = group.tiling.size(tile);
-        const std::int64_t first = group.entry + group.tiling.begin(tile), row = entries_[first] / spec_.ranks;
-        for (int half = 0; half < 2; ++half) {
-          product(size == 1 ? single_ : gathered_, size == 1 ? x + row * spec_.hidden : nullptr,
-                  size == 1 ? row : first, size, 0, panels + half * panel_bytes, spec_.hidden, c);
-          for (int i = 0; i < size; ++i) {
-            kernels_.silu_mul(c + i * kPanel, c + i * kPanel + kHalf, kHalf, activated + i * kBlock + half * kHalf);
-          }
-        }
-        const std::int64_t column = spec_.bounds[task.part] + unit * kBlock;
-        for (int i = 0; i < size; ++i) inner_.put(first, size, i, column, activated + i * kBlock, kBlock);
+        const std::int64_t first = group.entry + group.tiling.begin(tile);
+        product(inner_, nullptr, first, size, spec_.bounds[part], weights, width(part), part == group.first_part,
+                outputs_.data() + first * spec_.hidden + panel * size * kPanel);
       }
     }
-  });
-}
-
-// A unit is a panel of all parts.
-void Executor::down(std::int64_t layer) {
-  const std::int64_t panels = spec_.hidden / kPanel;
-  tasks_.clear();
-  const std::int64_t most = task_units(panels * static_cast<std::int64_t>(groups_.size()));
-  for (std::size_t group = 0; group < groups_.size(); ++group) {
-    add_tasks(static_cast<std::int64_t>(group), groups_[group].first_part, panels, most);
   }
-  threads_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t index, int thread) {
-    if (thread == 0) watch();
-    const Task& task = tasks_[index];
-    const Group& group = groups_[task.group];
-    alignas(64) float c[kMaxTileRows * kPanel];
-    for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
-      const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
-      const char* start = section(layer, group, part) + gate_up_blocks * block_bytes_;
-      for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
-        const char* weights = start + panel * (width(part) / kBlock) * block_bytes_;
-        for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
-          const int size = group.tiling.size(tile);
-          const std::int64_t first = group.entry + group.tiling.begin(tile);
-          product(inner_, nullptr, first, size, spec_.bounds[part], weights, width(part), c);
-          float* sum = outputs_.data() + first * spec_.hidden + panel * size * kPanel;
-          for (int i = 0; i < size * kPanel; ++i) sum[i] = part == group.first_part ? c[i] : sum[i] + c[i];
-        }
-      }
-    }
-  });
 }
 
-void Executor::combine(std::int64_t rows, const float* weights, float* y) {
-  const std::int64_t panels = spec_.hidden / kPanel, pieces = std::min<std::int64_t>(panels, threads_.size());
-  threads_.run(rows * pieces, [&](std::int64_t task, int) {
-    const std::int64_t row = task / pieces, piece = task % pieces;
-    for (std::int64_t panel = panels * piece / pieces; panel < panels * (piece + 1) / pieces; ++panel) {
+// The columns of a task, once all groups have theirs.
+void Executor::combine(const Task& task, std::int64_t rows, const float* weights, float* y) const {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
       float* sum = y + row * spec_.hidden + panel * kPanel;
       for (int i = 0; i < kPanel; ++i) sum[i] = 0.0f;
       for (std::int64_t pair = row * spec_.ranks; pair < (row + 1) * spec_.ranks; ++pair) {
@@ -282,7 +300,7 @@ void Executor::combine(std::int64_t rows, const float* weights, float* y) {
         kernels_.scale_add(output + (panel * place.size + place.row) * kPanel, weights[pair], kPanel, sum);
       }
     }
-  });
+  }
 }
 
 // ── the mailbox ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -322,8 +340,6 @@ void Executor::answer(std::uint64_t request) {
     compute(layer, rows, reinterpret_cast<const float*>(spec_.mailbox + spec_.x),
             reinterpret_cast<const std::int32_t*>(spec_.mailbox + spec_.plan),
             reinterpret_cast<const float*>(spec_.mailbox + spec_.weights), y);
-    spec_.times[3 * layer] = now() - start;
-    spec_.times[3 * layer + 2] = parts_computed_;
   } catch (const std::exception& error) {
     std::fill_n(y, spec_.rows * spec_.hidden, std::nanf(""));  // never the sums of an earlier request
     std::lock_guard<std::mutex> error_lock(error_mutex_);

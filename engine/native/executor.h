@@ -3,11 +3,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "activations.h"
 #include "context.h"
 
 namespace ft {
@@ -21,7 +23,7 @@ struct ExecutorSpec {
   std::int32_t threads;    // that compute, the coordinator being one of them
   std::int32_t cpu_count;  // 0, or as many as threads
   const std::int32_t* cpus;
-  std::int32_t exact;  // 0: int8 and mxfp4 with one digit of the activations, else three
+  std::int32_t exact;  // 0: int8 and mxfp4 with activations of 16 bits, else 23
   ExpertFormat format;
   const char* pool;  // [layers * experts] blobs, `stride` bytes apart
   std::int64_t stride, layers, experts, hidden, inner, parts;
@@ -30,27 +32,6 @@ struct ExecutorSpec {
   char* mailbox;
   std::int64_t ready, done, error, served, arrived, x, plan, weights, y;  // offsets in the mailbox
   std::int64_t* times;  // [layers][3]: ns from request to answer, ns from request to arrival or 0, parts computed
-};
-
-// Activations of (row, rank) pairs in tiles of `size` pairs: what the kernels take as `a`. Floats where there are no
-// digits, else Integers.
-class Activations {
- public:
-  Activations(const Dots& dots, std::int64_t depth, int digits);
-  // Room for so many pairs; what was put before is lost when it grows.
-  void reserve(std::int64_t pairs);
-  // `count` values, a multiple of kBlock, of row `row` of the tile that begins at pair `first`.
-  void put(std::int64_t first, int size, int row, std::int64_t column, const float* values, std::int64_t count);
-  const float* floats(std::int64_t first, int size, std::int64_t column) const;
-  Integers integers(std::int64_t first, int size, std::int64_t column) const;
-
- private:
-  const Dots& dots_;
-  const std::int64_t depth_;
-  const int digits_;
-  std::int64_t pairs_ = 0;
-  std::vector<float> values_;  // or the scales
-  std::vector<std::int32_t> quads_, sums_;
 };
 
 class Executor {
@@ -65,6 +46,9 @@ class Executor {
   void run(std::int64_t layer, std::int64_t rows, const float* x, const std::int32_t* plan, const float* weights,
            float* y);
 
+  // As read_all, with the threads that compute experts.
+  std::uint64_t read(const void* memory, std::int64_t bytes);
+
   // The error of a request from the mailbox, once; empty without one.
   std::string take_error();
   // Nanoseconds since the coordinator last looked at the mailbox.
@@ -76,29 +60,46 @@ class Executor {
     std::int64_t expert, first_part, entry;
     Tiling tiling;
   };
-  // Units [begin, end) of a group's part.
+  // Activations of a row that become row `place` of a tile.
+  struct Gather {
+    std::int64_t row;
+    Activations* target;
+    std::int64_t first;
+    int size, place;
+  };
+  // Columns [begin, end) of a Gather, or panels of a group's part, or panels of all its parts.
+  enum class Kind { gather, gate_up, down };
   struct Task {
-    std::int64_t group, part, begin, end;
+    Kind kind;
+    std::int64_t of, part, begin, end;
   };
   // Where a pair is: in row `row` of the tile of `size` pairs that begins at entry `first`; size 0: nowhere.
   struct Place {
     std::int64_t first;
     int size, row;
   };
+  // What a task waits for, or the last one of which goes on; each in a cache line of its own.
+  struct alignas(64) Left {
+    std::atomic<std::int64_t> tasks{0};
+  };
 
   void compute(std::int64_t layer, std::int64_t rows, const float* x, const std::int32_t* plan, const float* weights,
                float* y);
+  void run_tasks(std::int64_t layer, std::int64_t rows, const float* x, const float* weights, float* y);
   void group_pairs(std::int64_t rows, const std::int32_t* plan);
   void reserve(std::int64_t rows);
-  void gather(std::int64_t rows, const float* x);
-  void gate_up(std::int64_t layer, const float* x);
-  void down(std::int64_t layer);
-  void combine(std::int64_t rows, const float* weights, float* y);
-  std::int64_t task_units(std::int64_t total) const;
-  void add_tasks(std::int64_t group, std::int64_t part, std::int64_t units, std::int64_t most);
+  void make_tasks(std::int64_t rows);
+  void make_gathers(std::int64_t rows);
+  void gather(const Task& task, const float* x);
+  void gate_up(const Task& task, std::int64_t layer, const float* x);
+  void put_inner(const Group& group, std::int64_t unit);
+  void down(const Task& task, std::int64_t layer);
+  void combine(const Task& task, std::int64_t rows, const float* weights, float* y) const;
+  void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t units, std::int64_t pieces);
   void product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
-               const char* panel, std::int64_t depth, float* c) const;
+               const char* panel, std::int64_t depth, bool fresh, float* c) const;
   const char* section(std::int64_t layer, const Group& group, std::int64_t part) const;
+  std::int64_t panels() const { return spec_.hidden / kPanel; }
   std::int64_t width(std::int64_t part) const { return spec_.bounds[part + 1] - spec_.bounds[part]; }
 
   void serve();
@@ -107,10 +108,8 @@ class Executor {
   std::uint64_t* line(std::int64_t offset) const { return reinterpret_cast<std::uint64_t*>(spec_.mailbox + offset); }
 
   const Kernels& kernels_;
-  const Dots& dots_;
   const ExecutorSpec spec_;
-  const int digits_;
-  const Dot* const products_;
+  const Products* const products_;  // of integers; null for floats
   const int tile_rows_;
   const std::int64_t block_bytes_;
   std::mutex mutex_;  // one computation at a time
@@ -119,9 +118,16 @@ class Executor {
   std::vector<std::int64_t> entries_;  // row * ranks + rank, in the order of the groups
   std::vector<Place> places_;          // of a pair
   std::vector<Group> groups_;
+  std::vector<Gather> gathers_;
   std::vector<Task> tasks_;
+  Left gathers_left_;
+  std::unique_ptr<Left[]> gate_ups_left_;  // panels of a group
+  std::unique_ptr<Left[]> downs_left_;     // groups, by piece of the panels
+  std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there
   Activations single_, gathered_, inner_;
-  std::vector<float> outputs_;  // [entry of the tile][panel][size][kPanel]
+  std::vector<float> activated_;  // [entry of the tile][inner / kBlock][size][kBlock]
+  std::vector<float> outputs_;    // [entry of the tile][panel][size][kPanel]
+  std::int64_t pieces_ = 0;       // that the panels of every group's down are computed in
   std::int64_t parts_computed_ = 0;
 
   std::mutex error_mutex_;

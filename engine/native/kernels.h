@@ -21,25 +21,30 @@ constexpr int kBlock = 32;
 constexpr std::int64_t kInt8Bytes = 1088;
 constexpr std::int64_t kMxfp4Bytes = 544;
 
-// Activations as integers, each kBlock of k with its own scale: a[k][row] = scales[k / 32][row] * sum of the digits
-// [k][row][i] * 256^i, which are bytes. One digit is rounding to 8 bits. Three are 23 bits: what is lost is less than
-// 2^-22 of the largest activation of the block, as much as a sum of float32 loses.
+// Activations as integers, each kBlock of k with its own scale: a[k][row] = scales[k / 32][row] * (128 * high + low),
+// 23 bits: what is lost is less than 2^-22 of the largest activation of the block, as much as a sum of float32 loses.
+// Or without `low`, 16 bits. How they are packed is up to the instruction set.
 struct Integers {
-  const std::int32_t* quads;  // [depth / 4][rows][digits], four k in a word
-  const float* scales;        // [depth / kBlock][rows]
-  const std::int32_t* sums;   // [depth / kBlock][rows][digits], of the digits
+  const std::int32_t* words;   // [depth / 4][rows][Products::words]
+  const float* scales;         // [depth / kBlock][rows]
+  const std::int32_t* starts;  // [depth / kBlock][rows][2], with which the sums of high and of low begin
+  std::int64_t ahead;          // what so many bytes after a block is asked for when it is computed; 0: nothing
 };
-constexpr int kMostDigits = 3;
+
+// c[r][column] += block after block, (a's scale * the weights' scale) * (128 * the exact integer product with
+// high + that with low), rounded where the latter two are added.
 using Dot = void (*)(const Integers& a, const void* panel, std::int64_t depth, float* c);
 
-// c[r][column] = sum over blocks, in order, of (a's scale * the weights' scale) * the exact integer product, rounded
-// where three digits are put together.
+struct Products {
+  int words;  // of four activations
+  Dot dots[kMaxTileRows];  // [rows - 1]
+  // kBlock activations to words [8][words], a scale and starts [2]. One that is not finite makes the scale NaN.
+  void (*split)(const float* x, std::int32_t* words, float* scale, std::int32_t* starts);
+};
+
 struct Dots {
   int tile_rows;
-  Dot int8[2][kMaxTileRows];   // [three digits rather than one][rows - 1]
-  Dot mxfp4[2][kMaxTileRows];
-  // kBlock activations to quads [8][digits], a scale and sums [digits]. One that is not finite makes the scale NaN.
-  void (*split)(const float* x, int digits, std::int32_t* quads, float* scale, std::int32_t* sums);
+  Products int8[2], mxfp4[2];  // [with 23 bits rather than 16]
 };
 
 struct Kernels {

@@ -345,7 +345,7 @@ void tile(const float* a, const void* panel, int64_t depth, float* c) {
 #pragma GCC unroll 2
     for (int64_t i = 0; i < depth; ++i) {
       // Panels follow one another in memory: reading past this one's end warms the next.
-      if constexpr (kRows <= 4) __builtin_prefetch(static_cast<const char*>(panel) + (i + 32) * row_bytes);
+      if constexpr (kRows <= 4) __builtin_prefetch(static_cast<const char*>(panel) + (i + 128) * row_bytes);
       for (int part = 0; part < parts; ++part) {
         Vec w0, w1;
         load_weights<kBfloat>(panel, i, lane + part * Vec::width, w0, w1);

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 """Version of the interface and of the arithmetic; must equal ``kAbi`` in abi.cpp. Part of what makes state valid."""
 
 INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
@@ -110,6 +110,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ft_executor_destroy.argtypes = (_pointer,)
     library.ft_executor_destroy.restype = None
     library.ft_executor_run.argtypes = (_pointer, _int64, _int64, *(_pointer,) * 4, ctypes.c_char_p, _int64)
+    library.ft_executor_read.argtypes = (_pointer, _pointer, _int64)
+    library.ft_executor_read.restype = ctypes.c_uint64
     library.ft_executor_error.argtypes = (_pointer, ctypes.c_char_p, _int64)
     library.ft_executor_silence.argtypes = (_pointer,)
     library.ft_executor_silence.restype = _int64

@@ -3,13 +3,13 @@
 
 namespace ft {
 
-std::uint64_t read_all(Context& context, const void* memory, std::int64_t bytes) {
+std::uint64_t read_all(ThreadPool& pool, const void* memory, std::int64_t bytes) {
   // A type of the compiler's own: from plain integers it makes a loop that goes through the stack, a third slower.
   typedef std::uint64_t Pair __attribute__((vector_size(16), aligned(8), may_alias));
   constexpr std::int64_t block = 1 << 20;
   constexpr int pairs = 8;
   std::atomic<std::uint64_t> total{0};
-  context.pool.run(bytes / block, [&](std::int64_t task, int) {
+  pool.run(bytes / block, [&](std::int64_t task, int) {
     const char* p = static_cast<const char*>(memory) + task * block;
     Pair sums[pairs] = {};
     for (std::int64_t i = 0; i < block; i += sizeof sums) {

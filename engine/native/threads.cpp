@@ -1,5 +1,7 @@
 #include "threads.h"
 
+#include <stdexcept>
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -12,9 +14,8 @@
 namespace ft {
 namespace {
 
-constexpr std::uint64_t kOpen = 1ull << 16;
-constexpr std::uint64_t kCount = kOpen - 1;
-constexpr int kGenerationShift = 17;
+constexpr std::int64_t kMostTasks = 1 << 30;
+bool any_left(std::uint64_t next) { return (next & 0xffffffffu) < next >> 32; }
 
 }  // namespace
 
@@ -83,61 +84,49 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-bool ThreadPool::joinable(std::uint64_t state, std::uint64_t seen) const {
-  return stopping_.load(std::memory_order_relaxed) || ((state & kOpen) && (state >> kGenerationShift) != seen);
-}
+bool ThreadPool::wanted() const { return stopping_.load() || any_left(next_.load()); }
 
 void ThreadPool::drain(int thread) {
-  for (std::int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) call_(body_, task, thread);
+  std::int64_t done = 0;
+  for (std::uint64_t next; any_left(next = next_.fetch_add(1, std::memory_order_acq_rel)); ++done) {
+    call_(body_, static_cast<std::int64_t>(next & 0xffffffffu), thread);
+  }
+  if (done > 0) left_.fetch_sub(done, std::memory_order_release);
 }
 
 void ThreadPool::work(int thread) {
   FlushDenormals flush;
-  std::uint64_t seen = 0;
-  for (;;) {
-    std::uint64_t state = state_.load(std::memory_order_acquire);
-    for (int spin = 0; spin < spins_ && !joinable(state, seen); ++spin) {
+  while (!stopping_.load()) {
+    for (int spin = 0; spin < spins_ && !any_left(next_.load(std::memory_order_acquire)); ++spin) {
+      if (stopping_.load(std::memory_order_relaxed)) return;
       pause();
-      state = state_.load(std::memory_order_acquire);
     }
-    if (!joinable(state, seen)) {
+    if (!wanted()) {
       std::unique_lock<std::mutex> lock(mutex_);
       parked_.fetch_add(1);
-      wake_.wait(lock, [&] { return joinable(state = state_.load(), seen); });
+      wake_.wait(lock, [&] { return wanted(); });
       parked_.fetch_sub(1);
     }
-    if (stopping_.load()) return;
-    if (!state_.compare_exchange_strong(state, state + 1, std::memory_order_acq_rel)) continue;
-    seen = state >> kGenerationShift;
-    drain(thread);
-    state_.fetch_sub(1, std::memory_order_release);
+    if (any_left(next_.load(std::memory_order_acquire))) drain(thread);
   }
 }
 
 void ThreadPool::run_erased(std::int64_t tasks, Call call, const void* body) {
+  if (tasks > kMostTasks) throw std::length_error("too many tasks");
   if (tasks <= 1 || workers_.empty()) {
     for (std::int64_t task = 0; task < tasks; ++task) call(body, task, 0);
     return;
   }
-  tasks_ = tasks;
   call_ = call;
   body_ = body;
-  next_.store(0, std::memory_order_relaxed);
-  const std::uint64_t generation = (state_.load(std::memory_order_relaxed) >> kGenerationShift) + 1;
-  state_.store(generation << kGenerationShift | kOpen);
+  left_.store(tasks, std::memory_order_relaxed);
+  next_.store(static_cast<std::uint64_t>(tasks) << 32);
   if (parked_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   drain(0);
-  state_.fetch_and(~kOpen);
-  for (int spin = 0; state_.load(std::memory_order_acquire) & kCount; ++spin) {
-    if (spin < kSpins) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
+  wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
 }
 
 }  // namespace ft

@@ -27,6 +27,18 @@ class FlushDenormals {
 void pin_to(int cpu);
 void pause();
 
+// For what other threads are about to do.
+template <class Condition>
+void wait_until(const Condition& condition) {
+  for (int spin = 0; !condition(); ++spin) {
+    if (spin < 4000) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 class ThreadPool {
  public:
   // About 100 microseconds: longer than the Python code between two operations, short enough not to be felt when idle.
@@ -41,7 +53,8 @@ class ThreadPool {
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls body(task, thread) once for every task in [0, tasks), and returns when all are done. Bodies must not throw.
+  // Calls body(task, thread) once for every task in [0, tasks), and returns when all are done. Tasks begin in their
+  // order, so that one may wait for another before it. Bodies must not throw.
   template <class Body>
   void run(std::int64_t tasks, const Body& body) {
     run_erased(
@@ -57,16 +70,15 @@ class ThreadPool {
   void work(int thread);
   void drain(int thread);
   void stop();
-  bool joinable(std::uint64_t state, std::uint64_t seen) const;
+  bool wanted() const;
 
   const int spins_;
-  // generation << 17 | open << 16 | threads inside. A worker enters only while the job is open, so a job never waits
-  // for a worker that has not woken up yet.
-  std::atomic<std::uint64_t> state_{0};
-  std::atomic<std::int64_t> next_{0};
-  std::atomic<int> parked_{0};
+  // tasks << 32 | the next one, in a cache line of their own. A thread that gets a number below `tasks` has a task of
+  // the job that runs now, which cannot end without it; a job never waits for a worker that has not woken up yet.
+  alignas(64) std::atomic<std::uint64_t> next_{0};
+  alignas(64) std::atomic<std::int64_t> left_{0};
+  alignas(64) std::atomic<int> parked_{0};
   std::atomic<bool> stopping_{false};
-  std::int64_t tasks_ = 0;
   Call call_ = nullptr;
   const void* body_ = nullptr;
   std::mutex mutex_;

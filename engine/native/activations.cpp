@@ -1,0 +1,64 @@
+#include "activations.h"
+
+#include <algorithm>
+
+namespace ft {
+namespace {
+
+constexpr int kMostWords = 4;
+
+// Some processors bring memory that is read in order to themselves better than they are told to, others do not.
+std::int64_t worth_prefetching() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel") ? 4096 : 0;
+#else
+  return 4096;
+#endif
+}
+
+}  // namespace
+
+Activations::Activations(const Products* products, std::int64_t depth)
+    : products_(products), depth_(depth), ahead_(worth_prefetching()) {}
+
+void Activations::reserve(std::int64_t pairs) {
+  if (pairs <= pairs_) return;
+  pairs_ = pairs;
+  const std::int64_t blocks = pairs * depth_ / kBlock;
+  values_.resize(static_cast<std::size_t>(products_ == nullptr ? pairs * depth_ : blocks));
+  if (products_ == nullptr) return;
+  words_.resize(static_cast<std::size_t>(blocks * kBlock / 4 * products_->words));
+  starts_.resize(static_cast<std::size_t>(blocks * 2));
+}
+
+void Activations::put(std::int64_t first, int size, int row, std::int64_t column, const float* values,
+                      std::int64_t count) {
+  const std::int64_t at = first * depth_ + column * size;
+  if (products_ == nullptr) {
+    float* target = values_.data() + at + row;
+    for (std::int64_t i = 0; i < count; ++i) target[i * size] = values[i];
+    return;
+  }
+  const int words = products_->words;
+  for (std::int64_t k = 0; k < count; k += kBlock) {
+    const std::int64_t block = at / kBlock + k / kBlock * size + row;
+    std::int32_t* target = words_.data() + (at / 4 + k / 4 * size + row) * words;
+    std::int32_t split[kBlock / 4 * kMostWords];
+    products_->split(values + k, size == 1 ? target : split, &values_[block], &starts_[block * 2]);
+    for (int i = 0; i < kBlock / 4 && size > 1; ++i) {
+      std::copy_n(split + i * words, words, target + i * size * words);
+    }
+  }
+}
+
+const float* Activations::floats(std::int64_t first, int size, std::int64_t column) const {
+  return values_.data() + first * depth_ + column * size;
+}
+
+Integers Activations::integers(std::int64_t first, int size, std::int64_t column) const {
+  const std::int64_t at = first * depth_ + column * size;
+  return {&words_[at / 4 * products_->words], &values_[at / kBlock], &starts_[at / kBlock * 2], ahead_};
+}
+
+}  // namespace ft
