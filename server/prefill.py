@@ -43,8 +43,10 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
         begin = await to_thread.run_sync(work, limiter=state.render_limiter)
     except RenderError as error:
         raise ApiError("invalid", str(error)) from error
-    if not 0 < len(begin.tokens) <= most:
+    if len(begin.tokens) > most:
         raise ApiError.prompt_too_long(len(begin.tokens), most)
+    if not begin.tokens:
+        return Prefill(state, visit.session_id, None, 0)
     request = Request(
         id=uuid4().hex,
         tokens=begin.tokens,
@@ -58,16 +60,17 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
 
 
 class Prefill:
-    """Iterates and closes as a generation does, and has nothing to say but its end."""
+    """Iterates and closes as a generation does, and has nothing to say but its end. Without ``stream`` there is nothing
+    that every continuation begins with."""
 
     report: Literal[None] = None
 
-    def __init__(self, state: ServerState, session_id: str, stream: EngineStream, tokens: int) -> None:
+    def __init__(self, state: ServerState, session_id: str, stream: EngineStream | None, tokens: int) -> None:
         self.session_id = session_id
         self.usage = Usage(tokens)
         self._state = state
         self._stream = stream
-        self._open, self._ended = True, False
+        self._open, self._ended = True, stream is None
         state.counters.open_generations += 1
 
     @property
@@ -75,6 +78,9 @@ class Prefill:
         return {"x-ft-session": self.session_id}
 
     async def __aiter__(self) -> AsyncIterator[list[GenerationEvent]]:
+        if self._stream is None:
+            yield [Finished("stop", "", self.usage, self.session_id)]
+            return
         while True:
             try:
                 async with asyncio.timeout(self._state.settings.keepalive_seconds):
@@ -100,7 +106,7 @@ class Prefill:
         if self._open:
             self._open = False
             self._state.counters.open_generations -= 1
-            if not self._ended:
+            if self._stream is not None and not self._ended:
                 await self._stream.abort()
 
     def _counted(self, reuse: Reuse, checkpoints: tuple[int, ...]) -> Usage:

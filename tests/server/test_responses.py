@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from parsers.load import Family
+from sessions.idle import Opening
 from tests.server.support import Answer, events, serving
 
 pytestmark = pytest.mark.anyio
@@ -198,3 +199,15 @@ async def test_items_of_unknown_kinds_are_named_in_the_clients_words(family: Fam
     message = caught.value.body["message"]  # type: ignore[index]
     assert message.startswith("input.0: 'image_generation_call' is not known here, but 'message', ")
     assert "_item_type" not in message
+
+
+async def test_where_nothing_is_sure_to_come_again_nothing_is_computed(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.prefill.opening", lambda *_: Opening((), ()))
+    async with serving(family) as server, server.http() as http:
+        answer = await http.post("/v1/responses", json={"model": "local-moe", "input": "Hi", "generate": False})
+        assert server.state.counters.open_generations == 0
+    response = answer.json()
+    assert (response["status"], response["output"], response["usage"]["input_tokens"]) == ("completed", [], 0)
+    assert not server.worker.requests
