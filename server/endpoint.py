@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -31,20 +31,27 @@ _SLOWEST = 16 << 10
 async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
-    inbound = read(state, await read_bytes(request, state.settings), protocol, request)
+    data = await read_bytes(request, state.settings)
+    inbound = read(state, data, protocol, request.state.namespace, lambda _: request.headers)
     check_model(state, inbound.meta.model)
     return await _unless_disconnected(request, _answer(state, inbound, request.state.caller))
 
 
-def read(state: ServerState, data: bytes, protocol: WireProtocol, request: Request) -> Inbound:
-    """Raises ApiError."""
-    namespace, field = request.state.namespace, protocol.field
+def read(
+    state: ServerState,
+    data: bytes,
+    protocol: WireProtocol,
+    namespace: str,
+    headers: Callable[[object], Mapping[str, str]],
+) -> Inbound:
+    """``headers`` that come with a body. Raises ApiError."""
+    field = protocol.field
     try:
         body, entry = state.bodies.read(data, (namespace, protocol.shape), field)
     except ValueError as error:
         raise ApiError("invalid", f"request body is not valid JSON: {error}") from error
     try:
-        inbound = protocol.read(body, request.headers, namespace)
+        inbound = protocol.read(body, headers(body), namespace)
     except ValidationError as error:
         raise ApiError.from_validation(error, body) from error
     if entry is not None and inbound.request is not None:

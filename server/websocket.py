@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from anyio import CancelScope
-from pydantic import ValidationError
-from pydantic_core import from_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from server import endpoint, errors
@@ -168,21 +166,19 @@ class _Socket:
                     await generation.close()
 
     def _inbound(self, text: str | bytes) -> Inbound:
-        """Raises ApiError. What Codex says of a request, over HTTP in headers, is in its ``client_metadata`` here."""
-        try:
-            body = from_json(text, allow_inf_nan=False)
-        except ValueError as error:
-            raise invalid(f"message is not valid JSON: {error}") from error
+        """Raises ApiError."""
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        return endpoint.read(self._state, data, self._protocol, self._websocket.state.namespace, self._headers)
+
+    def _headers(self, body: object) -> Mapping[str, str]:
+        """What Codex says of a request, over HTTP in headers, is in its ``client_metadata`` here. Raises ApiError."""
         if not isinstance(body, dict) or body.get("type") != "response.create":
             raise invalid("type: the messages of this protocol are of type response.create", "type")
         told_here = body.get("client_metadata")
         headers = dict(self._websocket.headers)
         if isinstance(told_here, dict):
             headers |= {name.lower(): value for name, value in told_here.items() if isinstance(value, str)}
-        try:
-            return self._protocol.read(body, headers, self._websocket.state.namespace)
-        except ValidationError as error:
-            raise ApiError.from_validation(error, body) from error
+        return headers
 
     async def _send(self, payload: Mapping[str, Any] | str) -> None:
         """Raises WebSocketDisconnect."""
