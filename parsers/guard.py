@@ -42,6 +42,9 @@ class Guard:
         self._suffixes = frozenset(name[n:] for name in names for n in range(1, len(name)))
         self._known: Memory[str, str] = Memory(_MEMORY, lambda text, made: sys.getsizeof(text) + sys.getsizeof(made))
 
+    def forget(self) -> None:
+        self._known.forget()
+
     def text(self, text: str) -> str:
         """``text``, harmless; remembered."""
         return self._known.of(text, lambda: self._text(text))

@@ -79,6 +79,10 @@ class Family:
         else None. Raises RenderError."""
         return self._renderer.render_on(conversation, thinking, effort)
 
+    def forget(self) -> None:
+        """Nothing stays of what was rendered: the next prompts take longer."""
+        self._renderer.forget()
+
     def least_tokens(self, conversation: Conversation) -> int:
         """A number of tokens that no prompt of this conversation can have fewer than, told by its length alone. Only
         those of turns that were not rendered before count."""

@@ -184,6 +184,11 @@ class Loops:
         with self._lock:
             self._known[number].append(record)
 
+    def forget(self) -> None:
+        with self._lock:
+            for records in self._known:
+                records.clear()
+
 
 @dataclass
 class _Open:

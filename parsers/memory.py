@@ -40,6 +40,11 @@ class Memory(Generic[Key, Value]):
             while self.used > self.limit:
                 self.used -= self._size(*self._known.popitem(last=False))
 
+    def forget(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self.used = 0
+
     def of(self, key: Key, make: Callable[[], Value]) -> Value:
         value = self.get(key)
         if value is None:

@@ -149,6 +149,11 @@ class Planner:
         self._tools: deque[tuple[Sequence[Tool], Fixed]] = deque(maxlen=_TOOLS)
         self._lock = Lock()
 
+    def forget(self) -> None:
+        self._known.forget()
+        with self._lock:
+            self._tools.clear()
+
     def tools(self, tools: Sequence[Tool]) -> Fixed:
         """The tools that the template is told of."""
         return self._described(tools) if self._traits.declares_tools and not self._traits.tools_move else Fixed()

@@ -80,6 +80,10 @@ class Pieces:
         self._numbers = list(range(tokenizer.vocab_size))  # ids are one object each in all that is remembered
         self._known: Memory[tuple[str, tuple[int, ...], int | None], _Piece] = Memory(_MEMORY, _size)
 
+    def forget(self) -> None:
+        self._known.forget()
+        self.tokenizer.forget()
+
     def of(self, text: str, offsets: tuple[int, ...], before: int | None, remember: bool) -> _Piece:
         """``offsets`` ascend; ``before`` is the id that precedes the piece."""
         if not remember:

@@ -83,6 +83,13 @@ class Renderer:
         parts = (b"openers", self.format.name.encode(), self._tokenizer.identity, self._template.source.encode())
         return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
+    def forget(self) -> None:
+        """Nothing stays of what was rendered."""
+        for memory in (self._known, self._ids, self.guard, self._planner, self._pieces, self._stems):
+            memory.forget()
+        if isinstance(self._template, ChatTemplate):
+            self._template.forget()
+
     def text(self, conversation: Conversation, thinking: bool = True, effort: Effort | None = None) -> str:
         """The template's own text, marks included. Raises RenderError."""
         return str(self._text(self._planner.plan(conversation), conversation, thinking, effort))

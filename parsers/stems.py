@@ -119,5 +119,9 @@ class Stems:
             while len(self._known) > _KEPT or self._size() > _BYTES:
                 self._known.popleft()
 
+    def forget(self) -> None:
+        with self._lock:
+            self._known.clear()
+
     def _size(self) -> int:
         return sum(len(stem.text) + len(stem.written.packed) for stem in self._known)

@@ -94,6 +94,9 @@ class ChatTemplate:
                 tokens[name] = token
         return cls(source, tokens)
 
+    def forget(self) -> None:
+        self._loops.forget()
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -94,6 +94,9 @@ class Tokenizer:
         """Raises TokenizerError."""
         return cls(read_description(directory))
 
+    def forget(self) -> None:
+        self._memo.forget()
+
     def token_id(self, text: str) -> int | None:
         """The id of a control token, None if there is no such token."""
         return self.control.get(text)
@@ -212,7 +215,8 @@ def _without_marks(text: str, instead: str) -> str:
 
 def _start(post_processor: Mapping[str, Any] | None) -> tuple[int, ...]:
     """The ids that a template of the description has before the first text; other kinds of processors put none there
-    that a decoder wants."""
+    that a decoder wants. ``add_bos_token`` of a ``tokenizer_config.json`` does not count: who wrote the description has
+    heeded it, and transformers drops it too."""
     known = post_processor or {}
     ids: list[int] = []
     for part in (known, *(known.get("processors") or ())):

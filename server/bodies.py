@@ -115,6 +115,10 @@ class Bodies:
         while self._size > self._limit or len(self._known) > _KEPT:
             self._drop(next(iter(self._known)))
 
+    def forget(self) -> None:
+        self._known.clear()
+        self._size = 0
+
     def _drop(self, number: int) -> None:
         self._size -= self._known.pop(number).size
 

@@ -56,6 +56,9 @@ class Idle:
             if self._current.session == session:
                 self._current = None
 
+    def forget(self) -> None:
+        self._waiting.clear()
+
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:

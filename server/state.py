@@ -65,6 +65,12 @@ class ServerState:
     history: Stored = field(default_factory=Stored)
     bodies: Bodies = field(default_factory=Bodies)
 
+    def forget_texts(self) -> None:
+        """What is remembered for its speed alone. It is not known whose it is: all of it goes."""
+        self.bodies.forget()
+        self.family.forget()
+        self.idle.forget()
+
     def __post_init__(self) -> None:
         settings = self.settings
         self.idle = Idle(self.engine, self.sessions, settings, self.render_limiter)

@@ -30,6 +30,7 @@ async def forget(state: ServerState, request: Request) -> Response:
         forgotten = float(reply.values.get("forgotten", 0))
     state.sessions.forget(session, request.state.namespace)
     state.history.forget(session)
+    state.forget_texts()
     await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     return Json({"id": session, "deleted": True, "forgotten": forgotten})
 
@@ -89,6 +90,7 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
     reply = await _store(state, "store_forget") if ours else None
     state.history.forget_all()
     sessions = state.sessions.forget_all()
+    state.forget_texts()
     await to_thread.run_sync(state.sessions.flush, _ERASING_SECONDS)
     if ours:
         await _store(state, "store_gc")

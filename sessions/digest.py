@@ -53,6 +53,9 @@ class Digests:
         self._known: OrderedDict[Turn, TurnDigest] = OrderedDict()
         self._tools: deque[tuple[Sequence[Tool], bytes]] = deque(maxlen=_TOOLS)
 
+    def empty(self) -> Digests:
+        return Digests(self._most)
+
     def of_tools(self, tools: Sequence[Tool]) -> bytes:
         """Remembered for the same objects."""
         known = next((made for some, made in self._tools if same_tools(some, tools)), None)

@@ -432,7 +432,8 @@ class Sessions:
                 self._drop(least)
 
     def _drop(self, session: Session, *, erase: bool = False) -> None:
-        self._walks = Walks() if erase else self._walks
+        if erase:
+            self._walks, self._digests = Walks(), self._digests.empty()
         del self._sessions[session.id]
         self._tokens -= self._weights.pop(session.id, 0)
         for branch in session.branches.values():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from array import array
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import httpx
 import pytest
 
 from parsers.load import Family
+from server.state import ServerState
 from tests.server.support import serving
 
 pytestmark = pytest.mark.anyio
@@ -36,6 +40,50 @@ async def test_a_session_is_forgotten_with_its_state(family: Family) -> None:
     session = path.rsplit("/", 1)[1]
     assert (gone.status_code, gone.json()) == (200, {"id": session, "deleted": True, "forgotten": 3.0})
     assert commands == [("store_forget", {"session": session})]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+async def test_no_words_stay_of_what_is_forgotten(family: Family, everything: bool) -> None:
+    """Neither as text nor as tokens, in what is remembered so that it need not be read or rendered again."""
+    words = "xylophone quartz"
+    tool = {"name": "look", "description": f"Looks at a {words}.", "input_schema": {"type": "object"}}
+    said = [
+        {"type": "text", "text": f"A {words}."},
+        {"type": "tool_use", "id": "c", "name": "look", "input": {"a": words}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": f"The {words}"}
+    messages = [{"role": "user", "content": f"Where is the {words}?"}, {"role": "assistant", "content": said}]
+    messages.append({"role": "user", "content": [result]})
+    async with serving(family, "Hi<|im_end|>", store=STORE) as server, server.http() as http:
+        for _ in range(2):
+            answer = await http.post("/v1/messages", json={**BODY, "tools": [tool], "messages": messages})
+            assert answer.status_code == 200, answer.text
+            messages += [{"role": "assistant", "content": f"Hi {words}"}, {"role": "user", "content": f"More {words}."}]
+        server.worker.requests.clear()
+        assert found(server.state, words, family)
+        if everything:
+            gone = await http.post("/v1/store/forget", json={"all": True})
+        else:
+            gone = await http.delete(f"/v1/sessions/{answer.headers['x-ft-session']}")
+        assert gone.status_code == 200, gone.text
+        assert not found(server.state, words, family)
+
+
+def found(state: ServerState, words: str, family: Family) -> list[object]:
+    """Where they are in what the state refers to, directly or not."""
+    packed = (words.encode(), array("I", family.tokenizer.encode(" " + words)).tobytes())
+    ahead: list[object] = [state.bodies, state.family, state.sessions, state.idle, state.history]
+    seen, hits = {id(one) for one in ahead}, list[object]()
+    while ahead:
+        thing = ahead.pop()
+        data = thing.encode("utf-8", "replace") if isinstance(thing, str) else thing
+        if isinstance(data, bytes | array) and any(one in bytes(data) for one in packed):
+            hits.append(thing)
+        elif not isinstance(thing, type | ModuleType | FunctionType):
+            new = [one for one in gc.get_referents(thing) if id(one) not in seen]
+            seen.update(map(id, new))
+            ahead += new
+    return hits
 
 
 async def test_nothing_is_forgotten_by_halves(family: Family) -> None:
