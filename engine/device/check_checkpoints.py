@@ -261,22 +261,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("restores",), help="not what checkpoints cost decode steps")
     options = parser.parse_args()
     torch.zeros(1, device=GPU)
     driver = CudaDriver(load_library(options.library))
     inward, outward = link(driver)
     report("the link, in and out, one large copy", f"{inward / 1e9:.1f} and {outward / 1e9:.1f} GB/s")
     manifest = qwen36_manifest()
-    tokens = TOKENS // 4 if options.quick else TOKENS
-    pages = -(-tokens // PAGE) + 16
+    pages = -(-TOKENS // PAGE) + 16
     try:
         device = Device.make(manifest, (pages + 2 * pages // 8, 6), (pages, 4), CudaLanes(GPU), driver)
         round_trip(device)
-        restores(device, tokens, inward, 3 if options.quick else 7)
+        restores(device, TOKENS, inward, 3 if options.quick else 7)
         device.close()
         del device
         torch.cuda.empty_cache()
-        decoding(options.library, 8 if options.quick else 12, 5 if options.quick else 9)
+        if options.only != "restores":
+            decoding(options.library, 8 if options.quick else 12, 5 if options.quick else 9)
     except Failure as failure:
         print(f"wrong: {failure}", file=sys.stderr)
         return 1

@@ -51,7 +51,7 @@ BESIDE = (8192, 32768)
 """Tokens of prompts beside an answer."""
 TEXTS, LENGTH, SOAK = 4, 800, 5.0
 """Texts of so many tokens, and seconds of a short soak of them."""
-PATIENCE = 1.0
+PATIENCE = 2.0
 """Seconds until threads that do nothing count as dead, here."""
 _WARM = 8
 """Steps that are not timed."""

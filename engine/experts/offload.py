@@ -205,7 +205,7 @@ class OffloadedExperts:
 
     def _share(self) -> None:
         """In the order of the stream. The last copy was made before a step that has ended."""
-        self._shares.copy_(torch.from_numpy(self._split.share))
+        self._shares.copy_(torch.from_numpy(self._split.now))
         self.residency.share.copy_(self._shares, non_blocking=True)
 
     def _stream(self) -> int:

@@ -21,6 +21,10 @@ _DRIFT = 1 / 2048
 _HOLD = 0.5
 """Parts: a share that is closer to its target stays."""
 
+_TRIES = 32
+"""Once in so many steps, or as many times that as the link is slower, a layer that is the CPU's alone brings all that
+it misses: what is on the device would never change, however often it is missed."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -33,6 +37,7 @@ class Split:
         self._layers = layers
         self._fixed: float | None = None
         self._linked = layers
+        self._steps = 0
         self.expect(cpu_ns, link_ns)
 
     def expect(self, cpu_ns: float, link_ns: float) -> None:
@@ -61,6 +66,16 @@ class Split:
         share[self._linked :] = 0.0
         return np.rint(share * ONE).astype(np.int32)
 
+    @property
+    def now(self) -> npt.NDArray[np.int32]:
+        """The same for the next step: layers that are the CPU's alone may be in for all that they miss."""
+        share = self.share
+        if self._fixed is None:
+            every = np.ceil(_TRIES * np.maximum(self._link_alone / self._cpu_alone, 1.0))
+            tries = (self._share == 0) & ((np.arange(self._layers) + self._steps) % every == 0)
+            share[: self._linked][tries[: self._linked]] = ONE
+        return share
+
     def link(self, layers: int) -> None:
         """Nothing goes over the link for others than the first ``layers``: the device cannot read their experts."""
         self._linked = layers
@@ -77,7 +92,7 @@ class Split:
 
     def update(self, times: npt.NDArray[np.int64], work: npt.NDArray[np.int32]) -> bool:
         """After a step: ``times`` [layers, 3] as the executor has them (ns until the CPU was done, ns until the device
-        was; they count where the CPU had work) and ``work`` [layers, 3] as ``Residency`` has it. Whether ``share``
+        was; they count where the CPU had work) and ``work`` [layers, 3] as ``Residency`` has it. Whether ``now``
         changed. While it is fixed at 0 what the sides take besides parts is learnt, and at others nothing."""
         on_cpu, on_link = work[:, CPU], work[:, FETCHED]
         if self._fixed is not None:
@@ -106,7 +121,8 @@ class Split:
         moves = (missing > 0) & ((np.abs(step) >= _HOLD * part) | (self._target == 0) | (self._target == 1))
         step = np.where(moves, np.clip(step, -part, part), 0.0)
         self._share += step
-        return bool(step.any())
+        self._steps += 1
+        return bool(step.any() or (self._share == 0).any())
 
     def _alone(self) -> tuple[Floats, Floats]:
         """ns per part, for as many parts as are missing of late, when one side does everything."""

@@ -145,6 +145,20 @@ def test_a_fixed_share_stays_and_layers_are_apart() -> None:
     assert split.share[1] == ONE // 2
 
 
+def test_what_the_cpu_does_alone_is_brought_now_and_then() -> None:
+    """Or what is on the device would never change. It may cost a thirtieth of what the CPU takes."""
+    split, brought = Split(3, 1e4, 4e4), np.zeros(3)
+    split.link(2)
+    times, work = np.array([[8e4, 9e4, 4]] * 3, dtype=np.int64), np.array([[0, 4, 4]] * 3, dtype=np.int32)
+    for _ in range(200):
+        split.update(times, work)  # both at once take longer than the CPU alone
+    assert split.share.tolist() == [0, 0, 0]
+    for _ in range(128):
+        assert split.update(np.array([[4e4, 0, 4]] * 3, dtype=np.int64), np.array([[4, 0, 4]] * 3, dtype=np.int32))
+        brought += split.now == ONE
+    assert brought.tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize("arguments", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, float("nan"))])
 def test_what_makes_no_split(arguments: tuple[int, float, float]) -> None:
     with pytest.raises(ValueError, match="a split needs"):
