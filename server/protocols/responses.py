@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, WrapValidator
@@ -320,9 +321,12 @@ class _Run:
     items: list[_Item]
 
     def at(self, items: list[_Item], begin: int) -> bool:
-        """Are these the items from that place on, and no more than these?"""
+        """Are these very items there from that place on, and no more than these? Equal ones would have to be compared
+        with all that was made of them."""
         end = begin + len(self.items)
-        return items[begin:end] == self.items and (len(self.items) > self.size or end == len(items))
+        if end > len(items) or not all(map(is_, items[begin:end], self.items)):
+            return False
+        return len(self.items) > self.size or end == len(items)
 
 
 def _run(items: list[_Item], begin: int, before: _Run | None) -> _Run:

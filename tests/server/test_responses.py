@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from parsers.load import Family
+from server.protocols.responses import ResponsesRequest, _turns
 from sessions.idle import Opening
 from tests.server.support import Answer, events, serving
 
@@ -211,3 +212,14 @@ async def test_where_nothing_is_sure_to_come_again_nothing_is_computed(
     response = answer.json()
     assert (response["status"], response["output"], response["usage"]["input_tokens"]) == ("completed", [], 0)
     assert not server.worker.requests
+
+
+def test_items_that_are_only_equal_to_those_before_are_made_turns_of_again() -> None:
+    """What was made of an item holds the item itself: to compare two of them has no end."""
+    body = {
+        "model": "local-moe",
+        "input": [{"role": role, "content": role} for role in ("assistant", "assistant", "user")],
+    }
+    one, other = ResponsesRequest.model_validate(body), ResponsesRequest.model_validate(body)
+    mixed = one.model_copy(update={"input": [one.input[0], *other.input[1:]]})
+    assert _turns(one) == _turns(other) == _turns(mixed) == _turns(mixed)
