@@ -34,7 +34,7 @@ TYPICAL = {"prefill": 1.5e-2, "decode": 1e-2}
 are not, but it goes on from the prompt."""
 MOST = 5e-2
 """Of the worst row: of routers' scores, which may be small differences of large sums, and of logits."""
-CLOSE = 3e-2
+CLOSE = 5e-2
 """Of the scores' spread: two logits that lie closer than this may change places in bfloat16."""
 CHUNK = 256
 """Rows of a step at most."""
