@@ -166,6 +166,9 @@ def dies(made: Served, threads: set[int], said: Known) -> bool:
         return report(
             "its threads stop: an error", f"in {time.perf_counter() - start:.1f} s", "not answered" in str(error)
         )
+    except OSError as error:
+        made.scheduler.abort("dies")
+        return report("its threads stop: an error", f"not checked: {error}")
     return report("its threads stop: an error", "none", False)
 
 
