@@ -199,8 +199,8 @@ class Led:
         """Which request goes on here. One token may be that of several."""
         begin, end = part.position, part.position + len(part.tokens)
         said, at = self._going.get(part.slot, (None, -1))
-        if said is None or at != begin:
-            said = next(one for one in self._known.values() if one.tokens[begin:end] == list(part.tokens))
+        likely = [said] if said is not None and at == begin else []
+        said = next(one for one in [*likely, *self._known.values()] if one.tokens[begin:end] == list(part.tokens))
         self._going[part.slot] = said, end
         return said
 
