@@ -29,7 +29,7 @@ from engine.api import (
     Stats,
     Tokens,
 )
-from engine.messages import MessageError, encode, read_message
+from engine.messages import MessageError, encode, encode_parts, read_message
 
 SEND_BUFFER = 4 << 20
 """Bytes that the socket takes at once (the kernel may allow less): a long prompt, with no turn of the event loop for
@@ -308,10 +308,11 @@ class EngineClient:
         if request.id in self._open:
             raise EngineError("invalid", f"request {request.id} is open already")
         try:
-            frame = encode(request)
+            parts = encode_parts(request)
         except MessageError as error:
             raise EngineError("invalid", str(error)) from error
-        self._writer.write(frame)
+        for part in parts:  # joined, a long prompt would be copied for nothing
+            self._writer.write(part)
         inbox = self._open[request.id] = Inbox()
         return EngineStream(self, request.id, inbox)
 

@@ -93,7 +93,13 @@ _LENGTHS = struct.Struct("<II")
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Raises MessageError when a field has a wrong type or the frame would be too large."""
+    """One frame. Raises MessageError."""
+    return b"".join(encode_parts(message))
+
+
+def encode_parts(message: Message) -> Payload:
+    """One frame in pieces, the long ones of which are the message's own. Raises MessageError when a field has a wrong
+    type or the frame would be too large."""
     payload: Payload = []
     name = _NAMES[type(message)]
     try:
@@ -102,7 +108,7 @@ def encode(message: Message) -> bytes:
         raise MessageError(f"{name}: {error}") from error
     size = sum(map(len, payload))
     _check_lengths(len(header), size)
-    return b"".join((_LENGTHS.pack(len(header), size), header, *payload))
+    return [_LENGTHS.pack(len(header), size) + header, *payload]
 
 
 def decode(header: bytes, payload: bytes) -> Message:

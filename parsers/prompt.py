@@ -125,9 +125,10 @@ _Open = tuple[int, int, SpanKind, int]
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer had written, and what it still held."""
+    """What a writer had written, the first ``size`` ids of ``packed``, and what it still held."""
 
     packed: bytes
+    size: int
     spans: tuple[Span, ...]
     text: str
     places: tuple[int, ...]
@@ -135,7 +136,7 @@ class Written:
     open: tuple[_Open, ...]
 
 
-_NOTHING = Written(b"", (), "", (), (), ())
+_NOTHING = Written(b"", 0, (), "", (), (), ())
 
 
 class Writer:
@@ -145,7 +146,7 @@ class Writer:
         """``before``: what another writer had written up to here."""
         self._pieces, self._remember = pieces, remember
         self._before = before
-        self._base = len(before.packed) // _SIZE
+        self._base = before.size
         self._ids: list[int] = []  # behind those
         self._text: list[str] = [before.text] if before.text else []
         self._length = len(before.text)
@@ -154,13 +155,14 @@ class Writer:
         self._spans = [*before.open]
 
     def written(self) -> Written:
+        """``packed`` is what ``finish`` will give: it begins with these ids."""
         known = len(self._places)
         # The last one may still grow.
         closed = [span for span in self._spans[:-1] if max(span[:2]) < known]
         still = [span for span in self._spans[:-1] if max(span[:2]) >= known] + self._spans[-1:]
         text = "".join(self._text)
         return Written(
-            *(self._packed(), self._all_spans(closed), text),
+            *(b"", self._base + len(self._ids), self._all_spans(closed), text),
             *(tuple(self._places), tuple(self._pending), tuple(still)),
         )
 
@@ -211,15 +213,13 @@ class Writer:
     def finish(self) -> tuple[bytes, tuple[Span, ...]]:
         """Packed ids, and spans."""
         self.cut()
-        return self._packed(), self._all_spans(self._spans)
-
-    def _packed(self) -> bytes:
-        return self._before.packed + array("I", self._ids).tobytes()
+        before = memoryview(self._before.packed)[: self._base * _SIZE]
+        return b"".join((before, array("I", self._ids))), self._all_spans(self._spans)
 
     def _last(self) -> int | None:
         if self._ids:
             return self._ids[-1]
-        last = array("I", self._before.packed[-_SIZE:])
+        last = array("I", self._before.packed[max(0, self._base - 1) * _SIZE : self._base * _SIZE])
         return last[0] if last else None
 
     def _all_spans(self, some: Iterable[_Open]) -> tuple[Span, ...]:

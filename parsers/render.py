@@ -154,14 +154,14 @@ class Renderer:
         writer = Writer(self._pieces, remember, stem.written) if stem else Writer(self._pieces, remember)
         rendering = _Rendering(self, conversation, plan, writer, stem)
         rendering.write(blocks)
-        if remember and rendering.mark is not None and plan.stem is not None:
-            self._stems.keep(conversation, thinking, effort, text, plan.stem, rendering.mark)
         start = writer.place()
         writer.text(last.header)
         behind_header = writer.cut()
         writer.text(last.body)
         writer.span(start, "generation_prompt", -1)
         packed, spans = writer.finish()
+        if remember and rendering.mark is not None and plan.stem is not None:
+            self._stems.keep(conversation, thinking, effort, text, plan.stem, rendering.mark.of(packed))
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
         opener = () if plan.continues else writer.ids(behind_header)

@@ -8,7 +8,7 @@ others follow is written as it does it.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from parsers.conversation import Conversation, Tool, ToolCall, Turn, same_tools
@@ -36,6 +36,10 @@ class Mark:
     written: Written
     moved: str
     tools_found: bool
+
+    def of(self, packed: bytes) -> Mark:
+        """``packed``: the prompt that it is a mark of."""
+        return self if self.written.packed else replace(self, written=replace(self.written, packed=packed))
 
 
 @dataclass(frozen=True)
