@@ -43,7 +43,7 @@ _FORMATS = ("bf16", "int8", "mxfp4")
 """In the order of ``ExpertFormat`` in executor.h."""
 _TEXT = 1024
 COARSE = 1e-4
-"""What results with activations of 16 bits are off at most, relative to those of 23: a third of it was measured."""
+"""What results with activations of 16 bits are off at most, relative to those of 23: half of it was measured."""
 
 
 class ExecutorError(RuntimeError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.experts.executor import Executor, ExecutorError, MailboxLayout
+from engine.experts.executor import COARSE, Executor, ExecutorError, MailboxLayout
 from engine.experts.layout import FORMATS
 from engine.experts.pool import Pool
 from engine.native.library import NativeLibraryError, find_library, load_library, supported_instruction_sets
@@ -62,7 +62,9 @@ def test_results(make_pool: MakePool, name: str, instruction_set: str, exact: bo
         x, plan, weights = request(pool, rows, rows)
         y = executor.run(1, x, plan, weights)
         if rows:
-            assert relative_error(y, expected(pool, 1, x, plan, weights)) < (1e-6 if exact or name == "bf16" else 2e-2)
+            assert relative_error(y, expected(pool, 1, x, plan, weights)) < (
+                1e-6 if exact or name == "bf16" else COARSE
+            )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -84,6 +86,17 @@ def test_same_bits(make_pool: MakePool, name: str, exact: bool, hidden: int, inn
                 part = slice(first, first + rows)
                 assert torch.equal(executor.run(0, x[part], plan[part], weights[part]), whole[part])
     assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+def test_more_threads_than_processors(make_pool: MakePool, name: str) -> None:
+    """Tasks wait for one another in every order in which threads can be stopped."""
+    pool = make_pool(name, 128, 96)
+    alone, many = (Executor(pool, ROWS, RANKS, threads) for threads in (1, 6))
+    for seed in range(60):
+        x, plan, weights = request(pool, 1 + seed % ROWS, seed)
+        assert torch.equal(many.run(seed % 2, x, plan, weights), alone.run(seed % 2, x, plan, weights))
+    assert many.read() == pool.nbytes >> 20 << 20
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -117,7 +130,7 @@ def test_scales_of_every_size(make_pool: MakePool, exact: bool) -> None:
         plan = torch.tensor([[[0, 0], [-1, 0], [-1, 0]]] * 2, dtype=torch.int32)
         results = [Executor(pool, 2, RANKS, 1, exact, name).run(0, x, plan, weights) for name in INSTRUCTION_SETS]
         assert all(torch.equal(result, results[0]) for result in results)
-        assert relative_error(results[0], expected(pool, 0, x, plan, weights)) < (1e-6 if exact else 3e-2)
+        assert relative_error(results[0], expected(pool, 0, x, plan, weights)) < (1e-6 if exact else COARSE)
 
 
 class Device:
