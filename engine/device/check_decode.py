@@ -4,7 +4,7 @@
 
 Compares each composition with its twin, then the whole step of Qwen3.6-35B-A3B (random weights, MXFP4 experts) with the
 same step in single operations, and bit for bit with itself launched in order. Times each kernel alone and the step as
-one graph; ``--tune`` tries other tilings of what is small. Ends with status 1 where something is wrong.
+one graph; ``--tune`` tries other tilings of attention. Ends with status 1 where something is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from engine.api import PAGE
 from engine.bench_shapes import RandomSource, qwen36
 from engine.device.graph import DecodeSteps, Finish
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import linear
 from engine.kernels.check import compare, compositions
 from engine.kernels.check_composed import time_composed, tune
 from engine.kernels.launch import Switch
@@ -180,14 +179,6 @@ def time_step(step: Step, single: Step, reading: float) -> None:
             print(step.kernels(), flush=True)
 
 
-def tune_step(step: Step) -> None:
-    """How far ahead weights are asked for."""
-    chosen = linear.AHEAD
-    for linear.AHEAD in (0, 256, 1024):
-        print(f"step, {linear.AHEAD} numbers of each row ahead: {step.microseconds():.1f} µs", flush=True)
-    linear.AHEAD = chosen
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the whole step only")
@@ -213,7 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         time_step(step, single, reading)
         passed("step timed")
         if options.tune:
-            tune_step(step)
             tune()
             passed("tuned")
         if not options.quick:

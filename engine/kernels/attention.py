@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.kernels.launch import begin, launch, wait
-from engine.kernels.linear import dot
 from engine.kernels.pointwise import strides, warps
 from engine.layers.ops import Batch, Norm
 
@@ -44,6 +43,22 @@ ROWS = 16
 PROGRAMS = 2048
 """In one launch; a table may have room for many more ranges than its sequences have."""
 LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a @ b, where one is float32 and the other of any float type, to about float32."""
+    if a.dtype == b.dtype:
+        total = tl.dot(a, b, total, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        high = a.to(b.dtype)
+        total = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, total)
+        total = tl.dot(high, b, total)
+    else:
+        high = b.to(a.dtype)
+        total = tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), total)
+        total = tl.dot(a, high, total)
+    return total
 
 
 @triton.jit

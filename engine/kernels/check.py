@@ -1,7 +1,7 @@
 """Every device operation of a decode step against its torch twin, then how long each takes at the sizes of
 Qwen3.6-35B-A3B. Those of prefill are in ``engine.kernels.check_prefill``.
 
-    python -P -m engine.kernels.check [--seed N] [--tune]
+    python -P -m engine.kernels.check [--seed N]
 
 Inputs are drawn afresh each time (the seed is printed), what a kernel leaves unwritten is NaN, and the relative error
 is that of the whole result, |got - want| / |want|. ``--tune`` times other tilings of the two kernels that move most.
@@ -43,7 +43,6 @@ from engine.kernels.timing import (
     WIDTH,
     make_batch,
     time_all,
-    tune,
 )
 from engine.layers.ops import CPU, Ops
 from engine.layers.reference import ReferenceOps
@@ -221,7 +220,6 @@ def in_company(ops: DeviceOps, seed: int) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31))
-    parser.add_argument("--tune", action="store_true")
     options = parser.parse_args(arguments)
     ops = DeviceOps(ResidentExperts(FORMATS["bf16"], GPU), GPU)
     print(
@@ -229,9 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with torch.inference_mode():
         right = check(ops, options.seed)
-        reading = time_all(ops)
-        if options.tune:
-            tune(reading)
+        time_all(ops)
     print("all right" if right else "WRONG results above")
     return 0 if right else 1
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.experts.layout import FORMATS
 from engine.experts.residency import Decision
-from engine.kernels import attention, linear
+from engine.kernels import attention
 from engine.kernels.experts import Sums
-from engine.kernels.linear import Direct, Stream
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
 from engine.kernels.timing import (
@@ -187,15 +186,6 @@ def time_composed(ops: DeviceOps, reading: float, batches: tuple[int, ...]) -> N
         report(f"{name}, {rows}", first.nbytes, measure([case.run for case in cases], 5), reading)
 
 
-TILINGS: Mapping[tuple[int, int], tuple[Direct | Stream, ...]] = {
-    (EXPERTS + 1025, HIDDEN): (
-        Direct(), Direct(2, 1), Direct(8, 4), Stream(16, 256, 264, 4), Stream(32, 128, 264), Stream(64, 128, 264),
-    ),
-    (HIDDEN, 512): (Direct(), Direct(2, 1), Direct(8, 4), Stream(16, 128, 264, 4), Stream(32, 128, 264, 2)),
-    (WIDE, HIDDEN): (Stream(), Stream(splits=1, stages=4), Stream(32, 128, 528, 1, stages=4), Stream(64, 256, 528)),
-    (HIDDEN, 4096): (Stream(), Stream(32, 128, 528, 4), Stream(32, 256, 528, 4), Stream(64, 128, 264)),
-}  # fmt: skip
-"""By a weight's shape: those in use first."""
 PLANS = (
     attention.Tiling(),
     *itertools.starmap(
@@ -206,18 +196,7 @@ PLANS = (
 
 
 def tune() -> None:
-    """Other tilings of small linear layers and of attention over short contexts, at one row and more."""
-    for (out, inner), tilings in TILINGS.items():
-        weights, found = [random(out, inner, dtype=torch.bfloat16) for _ in range(sets_for(2 * out * inner))], []
-        for tiling in tilings:
-            packed = [linear.pack(each, tiling) for each in weights]
-            one, many = (
-                measure([partial(linear.linear, random(rows, inner), each) for each in packed], 3).microseconds
-                for rows in (1, 16)
-            )
-            found.append((one, many, tiling))
-        for one, many, choice in sorted(found, key=itemgetter(0))[:4]:
-            print(f"linear {out} x {inner}: {one:.2f}, 16 rows {many:.2f} µs, {choice}", flush=True)
+    """Other tilings of attention over short contexts, at one row and more."""
     for rows, context in ((1, 1 << 10), (4, 1 << 12)):
         q, keys, values, batch, _ = decode_attention(rows, context)
         plans = [

@@ -50,7 +50,7 @@ class Tiles:
 TILES = {
     "bf16": Tiles(Tile(4, 4, 1, 4), Tile(2, 2, 4)),
     "int8": Tiles(Tile(8, 4, 1, 3), Tile(4, 4, 2)),
-    "mxfp4": Tiles(Tile(32, 8, 2), Tile(8, 2, 2)),
+    "mxfp4": Tiles(Tile(64, 16), Tile(16, 2)),
 }
 """By format. The same on every GPU: a tile sets the order of the sums."""
 

@@ -1,14 +1,14 @@
 """Linear layers of few rows: one pass over the weight, whatever the number of rows up to ``ROWS``.
 
-Two kernels, and the weight's shape alone says which and how it is cut, so that a row's result is the same bits alone
-and in company. Small weights are read straight into registers, all of them at once, and multiplied in float32: what
-they take is one trip to memory. Large ones stream through the tensor cores, the weight as the left factor and the rows
-as ``ROWS`` columns, absent ones as zeros; float32 activations meet 16-bit weights as the sum of two 16-bit numbers,
-which keeps 16 of their 24 bits or more. float32 weights are multiplied in float32.
+A program goes through blocks of outputs. Its warps share the inner dimension: each multiplies its chunk of a block's
+weights on the tensor cores with the same chunk of the input, and the chunks are added up in their order, so that a
+row's result is the same bits alone and in company. The input stays in registers from block to block, as the sum of two
+16-bit numbers, which keeps 16 of their 24 bits or more; rows that are not there are zeros. float32 weights are
+multiplied to about float32.
 
-What stands before and after a matrix in a model is done here too, while the weight is on its way: norms and gates of
-the input as it is read; the residual, the sum over routed experts, the causal convolution as outputs are written. A
-norm's scale of a row is a factor of the whole row, and is applied to the sums.
+What stands before and after a matrix in a model is done here too: norms and gates of the input as it is read; the
+residual, the sum over routed experts, the causal convolution as outputs are written. A norm's scale of a row is a
+factor of the whole row, and is applied to the sums.
 """
 
 from __future__ import annotations
@@ -23,107 +23,60 @@ from torch.nn.functional import pad
 
 from engine.kernels.experts import Sums, routed
 from engine.kernels.launch import LINE, begin, launch, prefetch, wait
+from engine.kernels.limits import shared_memory
 from engine.kernels.pointwise import sigmoid, strides
-from engine.kernels.recurrent import conv_rows
+from engine.kernels.recurrent import conv_rows, sequences
 from engine.layers.ops import Batch, Norm
 
 ROWS = 16
 PLAIN, NORM, GATED_NORM, SILU, SIGMOID = (tl.constexpr(kind) for kind in range(5))
 """What is done to the input: nothing; RMSNorm; RMSNorm of heads times silu of a gate; times silu of one, or sigmoid."""
-AHEAD, PREFETCHED = 512, 528
-"""Numbers of each row of a weight that are asked for before the input is there, if so many programs run at most."""
+GROUP = 8
+"""Rows of a program; programs of other rows run beside it, and share its reads through the cache."""
+CHUNKS, INNER = 8, 4096
+"""Warps of a program, and how many bytes of an output's weights they have at a time, at the most. They set the order of
+the sums, and so are the same on every GPU."""
+BLOCK, PROGRAMS = 16, 132
+"""Outputs of a block, and programs, as many as a large GPU has processors: one that goes on reads better than one that
+begins."""
+STAGES, ROOM = 3, 200 << 10
+"""Blocks of 16-bit weights on their way and at work; bytes of shared memory without which one is at work, and a program
+has fewer rows."""
+AHEAD = 2048
+"""Lines of its weights that a program asks for before it waits for the kernels ahead, at the most."""
 
 
-@dataclass(frozen=True)
-class Direct:
-    """A program for ``block`` outputs and the whole inner dimension."""
-
-    block: int = 4
-    warps: int = 2
-
-
-@dataclass(frozen=True)
-class Stream:
-    """``programs``: as many as a large GPU's memory wants; weights of fewer output blocks are cut along the inner
-    dimension too, into ``splits`` at most: adding the pieces up takes time. Constants, so that results do not depend
-    on the GPU. ``stages`` is for 16-bit weights: as many of float32 would not fit into every GPU's shared memory."""
-
-    block_n: int = 64
-    block_k: int = 128
-    programs: int = 528
-    splits: int = 8
-    warps: int = 4
-    stages: int = 3
-
-
-DIRECT, STREAM, LONG_STREAM = Direct(), Stream(), Stream(splits=1, stages=4)
-"""The last is for weights that need not be cut: fewer programs at a time, each further ahead."""
-SMALL = 1 << 22
-"""Most numbers of a weight that is read directly, ..."""
-SHORT = 1 << 12
-"""... and its largest inner dimension."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
 
 
 @dataclass(frozen=True)
 class DeviceWeight:
-    """A linear weight [out, inner] on the device. ``whole``: with rows of zeros up to a multiple of ``EVEN``;
-    ``arrived`` int32 [blocks]: zero between calls."""
+    """A linear weight [out, inner] on the device; ``whole``: with rows of zeros up to a multiple of ``EVEN``."""
 
     matrix: Tensor
     whole: Tensor
-    tiling: Direct | Stream
-    splits: int
-    arrived: Tensor
 
 
-def pack(weight: Tensor, tiling: Direct | Stream | None = None) -> DeviceWeight:
-    out, inner = weight.shape
-    if tiling is None:
-        if out * inner <= SMALL and inner <= SHORT:
-            tiling = DIRECT
-        else:
-            tiling = STREAM if 2 * triton.cdiv(out, STREAM.block_n) <= STREAM.programs else LONG_STREAM
-    blocks, splits = 1, 1
-    if isinstance(tiling, Stream):
-        blocks = triton.cdiv(out, tiling.block_n)
-        splits = min(tiling.splits, triton.cdiv(inner, 2 * tiling.block_k), max(1, tiling.programs // blocks))
+def pack(weight: Tensor) -> DeviceWeight:
+    out = weight.shape[0]
     whole = pad(weight, (0, 0, 0, -out % EVEN)) if out % EVEN else weight
-    arrived = torch.zeros(blocks, dtype=torch.int32, device=weight.device)
-    return DeviceWeight(whole[:out], whole, tiling, splits, arrived)
+    return DeviceWeight(whole[:out], whole)
 
 
 @triton.jit
-def dot(a, b, total):
-    """total + a @ b, where one is float32 and the other of any float type, to about float32."""
-    if a.dtype == b.dtype:
-        total = tl.dot(a, b, total, input_precision="ieee")
-    elif a.dtype == tl.float32:
-        high = a.to(b.dtype)
-        total = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, total)
-        total = tl.dot(high, b, total)
-    else:
-        high = b.to(a.dtype)
-        total = tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), total)
-        total = tl.dot(a, high, total)
-    return total
-
-
-@triton.jit
-def _inputs(x, before, row, k, present, inside, x_row, KIND: tl.constexpr, HEAD: tl.constexpr):
+def _inputs(x, gate, norm, row, k, here, offset, KIND: tl.constexpr, HEAD: tl.constexpr):
     """Activations as they meet the weight, norms without the scale; and as they come."""
-    gate, norm, gate_row, gate_head, offset = before
-    plain = tl.load(x + row * x_row + k, mask=present & inside, other=0.0)
+    x, x_row = x
+    gate, gate_row, gate_head = gate
+    plain = tl.load(x + row * x_row + k, mask=here, other=0.0)
     values = plain
     if KIND == NORM:
-        values *= offset + tl.load(norm + k, mask=inside, other=0.0)
+        values *= offset + tl.load(norm + k, mask=here, other=0.0)
     if KIND == GATED_NORM:
-        values *= tl.load(norm + k % HEAD, mask=inside, other=0.0)
+        values *= tl.load(norm + k % HEAD, mask=here, other=0.0)
     if KIND >= GATED_NORM:
-        gates = tl.load(
-            gate + row * gate_row + k // HEAD * gate_head + k % HEAD, mask=present & inside, other=0.0
-        )  # fmt: skip
+        gates = tl.load(gate + row * gate_row + k // HEAD * gate_head + k % HEAD, mask=here, other=0.0)
         values *= sigmoid(gates)
         if KIND != SIGMOID:
             values *= gates
@@ -131,112 +84,113 @@ def _inputs(x, before, row, k, present, inside, x_row, KIND: tl.constexpr, HEAD:
 
 
 @triton.jit
-def _finished(
-    total, after, row, column, present, inside, columns,
+def _factors(
+    x, gate, norm, row, k, here, eps, offset, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
+):  # fmt: skip
+    """[chunks, chunk, rows]: what meets the weight, as the sum of two of its type; and each row's sum of squares."""
+    values, plain = _inputs(x, gate, norm, row, k, here, offset, KIND, HEAD)
+    squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
+    if KIND == GATED_NORM:
+        shape: tl.constexpr = values.shape
+        heads = tl.reshape(plain * plain, (shape[0], shape[1] // HEAD, HEAD, shape[2]))
+        scales = (1.0 / tl.sqrt(tl.sum(heads, axis=2) / HEAD + eps))[:, :, None, :]
+        values *= tl.reshape(tl.broadcast_to(scales, (shape[0], shape[1] // HEAD, HEAD, shape[2])), shape)
+    high = values.to(TYPE)
+    return high, (values - high.to(tl.float32)).to(TYPE), squares
+
+
+@triton.jit
+def _beside(
+    after, row, column, present, inside, columns,
     BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr,
 ):  # fmt: skip
+    """What ``_finished`` needs, on its way while sums are made: bias, gate, routed experts, residual."""
     bias, base, out, weights, parts, counts, cpu_y, gate, gate_row = after
+    added, gates, experts, residual = 0.0, 1.0, 0.0, 0.0
     if BIAS:
-        total += tl.load(bias + column, mask=inside, other=0.0)
+        added = tl.load(bias + column, mask=inside, other=0.0)
     if RANKS:
-        total *= sigmoid(tl.load(gate + row * gate_row, mask=present, other=0.0))
-        total += routed(
+        gates = tl.load(gate + row * gate_row, mask=present, other=0.0)
+        experts = routed(
             out, weights, parts, counts, cpu_y, row, column, present, inside, columns, RANKS, WHOLE, WITH_CPU
         )
     if BASE:
-        total += tl.load(base + row * columns + column, mask=present & inside, other=0.0)
+        residual = tl.load(base + row * columns + column, mask=present & inside, other=0.0)
+    return added, gates, experts, residual
+
+
+@triton.jit
+def _finished(total, beside, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr):
+    added, gates, experts, residual = beside
+    if BIAS:
+        total += added
+    if RANKS:
+        total = total * sigmoid(gates) + experts
+    if BASE:
+        total += residual
     return total
 
 
 @triton.jit
-def _stream(
-    x, before, weight, after, conv, out, normed, partial, squares, arrived, rows, columns, inner, per_split, x_row, eps,
+def _linear(
+    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, parts, eps, offset,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
-    FEW: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
+    NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     AHEAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     begin()
-    block, split = tl.program_id(0), tl.program_id(1)
-    row, column = tl.arange(0, ROWS)[None, :], block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    present, inside = row < rows, column < columns
-    weight_rows = weight + column.to(tl.int64) * inner
-    first = split * per_split
-    if AHEAD:
-        lines = tl.minimum(first + tl.arange(0, AHEAD // STEP) * STEP, inner - 1)[None, :]
-        prefetch(weight + tl.minimum(column, columns - 1).to(tl.int64) * inner + lines)
-    wait()
-    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    seen = tl.zeros((BLOCK_K, ROWS), tl.float32)
-    for start in range(first, min(first + per_split, inner), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        tile = tl.load(weight_rows + k[None, :], mask=inside & (k < inner)[None, :], other=0.0)
-        values, plain = _inputs(x, before, row, k[:, None], present, (k < inner)[:, None], x_row, KIND, HEAD)
-        if KIND == NORM:
-            seen += plain * plain
-        if KIND == GATED_NORM:  # one head at a time
-            values *= 1.0 / tl.sqrt(tl.sum(plain * plain, axis=0)[None, :] / HEAD + eps)
-        total = dot(tile, values, total)
-    square = tl.sum(seen, axis=0)[None, :]
-    where = row * columns + column
-    last = True
-    if SPLITS > 1:
-        # Whichever program of a block comes last adds all parts up, in their order.
-        tl.store(partial + split * ROWS * columns + where, total, mask=present & inside)
-        if KIND == NORM:
-            tl.store(squares + (block * SPLITS + split) * ROWS + row, square)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        if SPLITS > 1:
-            tl.store(arrived + block, 0)
-            total, square = tl.zeros((BLOCK_N, ROWS), tl.float32), tl.zeros((1, ROWS), tl.float32)
-            for number in range(SPLITS):
-                total += tl.load(partial + number * ROWS * columns + where, mask=present & inside, other=0.0)
-                if KIND == NORM:
-                    square += tl.load(squares + (block * SPLITS + number) * ROWS + row)
-        if KIND == NORM:
-            scale = 1.0 / tl.sqrt(square / inner + eps)
-            total *= scale
-            if NORMED:
-                for start in range(block * BLOCK_K, inner, tl.num_programs(0) * BLOCK_K):
-                    k = start + tl.arange(0, BLOCK_K)[:, None]
-                    values, _ = _inputs(x, before, row, k, present, k < inner, x_row, KIND, HEAD)
-                    tl.store(normed + row * inner + k, values * scale, mask=present & (k < inner))
-        total = _finished(total, after, row, column, present, inside, columns, BIAS, BASE, RANKS, WHOLE, WITH_CPU)
-        tl.store(out + where, total, mask=present & inside)
-        if WIDTH:
-            conv_rows(out, conv, block * BLOCK_N, columns, rows, BLOCK_N, FEW, SEGMENTS, WIDTH)
-
-
-@triton.jit
-def _direct(
-    x, before, weight, after, conv, out, normed, rows, columns, inner, x_row, eps,
-    KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
-    FEW: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    begin()
-    column, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, INNER)
-    inside, here = k < inner, column < columns
-    tile = tl.load(
-        weight + column.to(tl.int64)[:, None] * inner + k[None, :], mask=here[:, None] & inside[None, :], other=0.0
-    )
-    wait()
-    for number in tl.static_range(FEW):  # unrolled: the reads of all rows are on their way at once
-        values, plain = _inputs(x, before, number, k, k * 0 + number < rows, inside, x_row, KIND, HEAD)
-        total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
-        if KIND == NORM:
-            scale = 1.0 / tl.sqrt(tl.sum(plain * plain) / inner + eps)
-            total *= scale
-            if NORMED:
-                mine = inside & (k * 0 + number < tl.where(tl.program_id(0) == 0, rows, 0))
-                tl.store(normed + number * inner + k, values * scale, mask=mine)
-        row = column * 0 + number
-        total = _finished(total, after, row, column, row < rows, here, columns, BIAS, BASE, RANKS, WHOLE, WITH_CPU)
-        tl.store(out + row * columns + column, total, mask=here & (row < rows))
+    row = tl.program_id(1) * FEW + tl.arange(0, FEW)
+    present, first = row < rows, tl.program_id(0) * blocks
+    count = tl.minimum(blocks, tl.cdiv(columns, BLOCK) - first)
+    chunk = tl.arange(0, CHUNKS)[:, None, None] * CHUNK
+    along, across = chunk + tl.arange(0, CHUNK)[None, None, :], chunk + tl.arange(0, CHUNK)[None, :, None]
     if WIDTH:
-        conv_rows(out, conv, tl.program_id(0) * BLOCK, columns, rows, BLOCK, FEW, SEGMENTS, WIDTH)
+        live = sequences(conv, row, SEGMENTS)
+    lines = first.to(tl.int64) * BLOCK * inner + tl.arange(0, AHEAD) * STEP
+    prefetch(weight + tl.minimum(lines, columns.to(tl.int64) * inner - 1))
+    wait()
+    high, low, squares = _factors(
+        x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset,
+        KIND, HEAD, weight.dtype.element_ty,
+    )  # fmt: skip
+    total = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
+    for step in range(count * parts):
+        column, part = (first + step // parts) * BLOCK + tl.arange(0, BLOCK), step % parts * (CHUNKS * CHUNK)
+        here = column < columns
+        tile = weight + column[None, :, None].to(tl.int64) * inner + (part + along)
+        tile = tl.load(tile, mask=here[None, :, None] & (part + along < inner), other=0.0)
+        beside = _beside(
+            after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
+            BIAS, BASE, RANKS, WHOLE, WITH_CPU,
+        )  # fmt: skip
+        if (step > 0) & (parts > 1):
+            k, inside = part + across, (part + across < inner) & present[None, None, :]
+            high, low, more = _factors(
+                x, gate, norm, row[None, None, :], k, inside, eps, offset, KIND, HEAD, weight.dtype.element_ty
+            )  # fmt: skip
+            squares = tl.where(part == 0, 0.0, squares) + more
+        total = tl.where(part == 0, 0.0, total)
+        if tile.dtype == tl.float32:
+            total = tl.dot(tile, high, total, input_precision="tf32x3")
+        else:
+            total = tl.dot(tile, low, total)
+            total = tl.dot(tile, high, total)
+        if step % parts == parts - 1:
+            result = tl.sum(total, axis=0)
+            if KIND == NORM:
+                result *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
+            result = _finished(result, beside, BIAS, BASE, RANKS)
+            tl.store(out + row[None, :] * columns + column[:, None], result, mask=present[None, :] & here[:, None])
+    if WIDTH:
+        channel, end = first * BLOCK + tl.arange(0, CHANNELS), (first + count) * BLOCK
+        conv_rows(out, conv, live, channel, end, row, columns, WIDTH)
+    if NORMED:
+        k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
+        inside = (k < inner) & present[None, :]
+        values, _ = _inputs(x, gate, norm, row[None, :], k, inside, offset, KIND, HEAD)
+        scales = (1.0 / tl.sqrt(squares / inner + eps))[None, :]
+        tl.store(normed + row[None, :] * inner + k, values * scales, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -249,7 +203,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Conv:
-    """``Ops.conv`` of the layer's first outputs. ``out`` [rows, channels]: where to."""
+    """``Ops.conv`` of the layer's first outputs, of at most ``group`` rows and without snapshots. ``out``
+    [rows, channels]: where to."""
 
     weight: Tensor
     state: Tensor
@@ -259,8 +214,18 @@ class Conv:
 
 def takes_heads(weight: DeviceWeight, dim: int) -> bool:
     """Whether GATED_NORM can be of heads of so many dimensions."""
-    tiling = weight.tiling
-    return isinstance(tiling, Stream) and tiling.block_k == dim and weight.matrix.shape[1] % dim == 0
+    return weight.matrix.shape[1] % dim == 0 and _chunk(weight.matrix) % dim == 0
+
+
+def group(device: torch.device) -> int:
+    """Rows that a program has room for."""
+    return GROUP // 4 if 0 < shared_memory(device) < ROOM else GROUP
+
+
+def _chunk(matrix: Tensor) -> int:
+    """What a warp has of the inner dimension at a time."""
+    inner = min(matrix.shape[1], INNER // matrix.element_size())
+    return max(16, int(triton.next_power_of_2(inner)) // CHUNKS)
 
 
 def linear(
@@ -279,46 +244,27 @@ def linear(
     """x float32 [rows <= ROWS, inner] or [rows, heads, dim], made by ``kind`` with ``gate`` (of the same shape) and
     ``norm`` what meets the weight. -> float32 [rows, out], ``base`` and what ``shared`` says added. ``normed``: where
     the input of the product goes, of NORM."""
-    rows, (columns, inner), tiling = x.shape[0], weight.matrix.shape, weight.tiling
+    rows, (columns, inner) = x.shape[0], weight.matrix.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    before = (
-        x if gate is None else gate,
-        x if norm is None else norm.weight,
-        *strides(x if gate is None else gate),
-        0.0 if norm is None else norm.offset,
-    )
-    options = {
-        "KIND": kind.value, "HEAD": inner if gate is None or gate.dim() == 2 else gate.shape[2],
-        "BIAS": bias is not None, "BASE": base is not None, "NORMED": normed is not None,
-        "FEW": triton.next_power_of_2(rows), **_with(shared), **_through(conv),
-        "num_warps": tiling.warps,
-    }  # fmt: skip
-    after = _after(out, bias, base, shared)
-    window = 0 if conv is None else _window(conv)
-    early = shared is None or shared.sums.layout is None
-    to = out if normed is None else normed
-    if isinstance(tiling, Direct):
-        launch(
-            _direct, (triton.cdiv(columns, tiling.block),),
-            x, before, weight.matrix, after, window, out, to, rows, columns, inner, x.stride(0),
-            0.0 if norm is None else norm.eps,
-            BLOCK=tiling.block, INNER=triton.next_power_of_2(inner), early=early, **options,
-        )  # fmt: skip
-        return out
-    blocks, size = triton.cdiv(columns, tiling.block_n), weight.matrix.element_size()
-    partial = squares = out
-    if weight.splits > 1:
-        partial, squares = out.new_empty((weight.splits, ROWS, columns)), out.new_empty((blocks, weight.splits, ROWS))
-    per_split = triton.cdiv(triton.cdiv(inner, tiling.block_k), weight.splits) * tiling.block_k
+    gates, chunk, room = x if gate is None else gate, _chunk(weight.matrix), group(x.device)
+    few = 1 if rows == 1 and x.is_cuda else room  # the interpreter's product of one row has other bits
+    groups, total = triton.cdiv(rows, few), triton.cdiv(columns, BLOCK)
+    blocks = triton.cdiv(total * groups, PROGRAMS)
+    programs, parts, size = triton.cdiv(total, blocks), triton.cdiv(inner, chunk * CHUNKS), weight.matrix.element_size()
     launch(
-        _stream, (blocks, weight.splits),
-        x, before, weight.matrix, after, window, out, to, partial, squares, weight.arrived, rows, columns, inner,
-        per_split, x.stride(0), 0.0 if norm is None else norm.eps,
-        SPLITS=weight.splits, ROWS=ROWS, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        AHEAD=AHEAD if blocks * weight.splits <= PREFETCHED else 0, STEP=LINE // size, early=early,
-        num_stages=tiling.stages if size == 2 else 2, **options,
+        _linear, (programs, groups),
+        (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, weight.matrix,
+        _after(out, bias, base, shared), 0 if conv is None else _window(conv), out, out if normed is None else normed,
+        rows, columns, inner, blocks, parts, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        KIND=kind.value, HEAD=inner if gate is None or gate.dim() == 2 else gate.shape[2], BIAS=bias is not None,
+        BASE=base is not None, NORMED=0 if normed is None else triton.next_power_of_2(triton.cdiv(inner, programs)),
+        FEW=few, CHANNELS=triton.next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
+        AHEAD=triton.next_power_of_2(min(AHEAD, triton.cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
+        **_with(shared), **_through(conv), num_warps=CHUNKS,
+        num_stages=STAGES if size == 2 and room == GROUP else 1,
+        early=shared is None or shared.sums.layout is None,
     )  # fmt: skip
     return out
 
@@ -342,8 +288,8 @@ def _with(shared: Shared | None) -> dict[str, int]:
 def _window(conv: Conv) -> tuple[Tensor | int, ...]:
     batch = conv.batch
     return (
-        conv.weight, conv.state, conv.out, batch.segments, batch.snapshots, conv.weight.shape[0],
-        batch.segments.shape[0], batch.snapshots.shape[0], conv.state.stride(0),
+        conv.weight, conv.state, conv.out, batch.segments, conv.weight.shape[0], batch.segments.shape[0],
+        conv.state.stride(0),
     )  # fmt: skip
 
 

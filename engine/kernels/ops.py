@@ -125,7 +125,7 @@ class DeviceOps(Composed):
     def norm_linear_conv(
         self, x: Tensor, norm: Norm, weight: DeviceWeight, conv: Tensor, state: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        if x.shape[0] > linear.ROWS:
+        if x.shape[0] > linear.group(x.device) or batch.snapshots.shape[0]:
             return super().norm_linear_conv(x, norm, weight, conv, state, batch)
         through = linear.Conv(conv, state, batch, x.new_empty(x.shape[0], conv.shape[0]))
         out = linear.linear(x, weight, kind=linear.NORM, norm=norm, conv=through)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.launch import LINE, begin, launch, prefetch, wait
 from engine.kernels.pointwise import sigmoid, softplus
 from engine.layers.ops import Batch
 
@@ -76,59 +76,39 @@ def conv(x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
 
 
 @triton.jit
-def _inputs(x, states, row, first, slot, channel, x_row, slot_stride, here, KEEP: tl.constexpr):
-    """As ``_input``, of rows of several segments. ``row`` counts from the first of the segment."""
-    old = tl.load(states + slot * slot_stride + channel * KEEP + row + KEEP, mask=here & (row < 0), other=0.0)
-    new = tl.load(x + (first + row) * x_row + channel, mask=here & (row >= 0), other=0.0)
-    return tl.where(row < 0, old, new)
+def sequences(conv, row, SEGMENTS: tl.constexpr):
+    """Of each row: the first and the last row of its sequence, (0, -1) of none; and the sequence's state."""
+    _, states, _, segments, _, count, slot_stride = conv
+    number = tl.arange(0, SEGMENTS)
+    first = tl.load(segments + number * 4, mask=number < count, other=0)
+    end = first + tl.load(segments + number * 4 + 1, mask=number < count, other=0)
+    slot = tl.load(segments + number * 4 + 3, mask=number < count, other=0)
+    mine = (first[None, :] <= row[:, None]) & (row[:, None] < end[None, :])
+    slot = tl.sum(tl.where(mine, slot[None, :], 0), axis=1).to(tl.int64)
+    first, end = tl.sum(tl.where(mine, first[None, :], 0), axis=1), tl.sum(tl.where(mine, end[None, :], 0), axis=1)
+    return first, end - 1, states + slot * slot_stride
 
 
 @triton.jit
-def conv_rows(
-    x, conv, first_channel, x_row, rows,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """``conv`` of BLOCK channels of all rows, by the program that has just stored them as ``x``."""
-    weight, states, out, segments, snapshots, channels, count, snapshots_count, slot_stride = conv
-    KEEP: tl.constexpr = WIDTH - 1
-    if first_channel < channels:
-        tl.debug_barrier()
-        channel = first_channel + tl.arange(0, BLOCK)[None, :]
-        inside = channel < channels
-        number = tl.arange(0, SEGMENTS)
-        live = number < count
-        firsts = tl.load(segments + number * 4, mask=live, other=0)
-        counts = tl.load(segments + number * 4 + 1, mask=live, other=0)
-        slots = tl.load(segments + number * 4 + 3, mask=live, other=0)
-
-        row = tl.arange(0, ROWS)
-        mine = (firsts[None, :] <= row[:, None]) & (row[:, None] < (firsts + counts)[None, :])
-        first = tl.sum(tl.where(mine, firsts[None, :], 0), axis=1)[:, None]
-        slot = tl.sum(tl.where(mine, slots[None, :], 0), axis=1)[:, None].to(tl.int64)
-        here = (tl.max(mine.to(tl.int32), axis=1)[:, None] > 0) & (row[:, None] < rows) & inside
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for tap in tl.static_range(WIDTH):
-            value = _inputs(
-                x, states, row[:, None] - first + tap - KEEP, first, slot, channel, x_row, slot_stride, here, KEEP
-            )
-            total += value * tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0)
-        tl.store(out + row[:, None] * channels + channel, total * sigmoid(total), mask=here)
-
-        for index in range(snapshots_count):
-            sequence = tl.load(snapshots + index * 3)
-            state = states + tl.load(segments + sequence * 4 + 3).to(tl.int64) * slot_stride
-            start = tl.load(segments + sequence * 4)
-            flat = first_channel + tl.arange(0, BLOCK)
-            _snapshot(x, states, state, snapshots + index * 3, start, flat, x_row, flat < channels, slot_stride, KEEP)
-        for tap in tl.static_range(KEEP):  # ascending, as above
-            tl.debug_barrier()
-            value = _inputs(
-                x, states, counts[:, None] + tap - KEEP, firsts[:, None], slots[:, None].to(tl.int64), channel, x_row,
-                slot_stride, live[:, None] & inside, KEEP,
-            )  # fmt: skip
-            tl.debug_barrier()
-            to = states + slots[:, None].to(tl.int64) * slot_stride + channel * KEEP + tap
-            tl.store(to, value, mask=live[:, None] & inside)
+def conv_rows(x, conv, live, channel, end, row, x_row, WIDTH: tl.constexpr):
+    """``conv`` of the rows of channels before ``end``, by the program that has just stored them as ``x``."""
+    weight, _, out, _, channels, _, _ = conv
+    first, last, state = live
+    lag = tl.arange(0, 4 if WIDTH <= 4 else 16)[None, None, :]
+    inside, since = channel < tl.minimum(channels, end), (row - first)[None, :, None] - lag
+    here = inside[:, None, None] & (row <= last)[None, :, None] & (lag < WIDTH)
+    cells = state[None, :, None] + channel[:, None, None] * (WIDTH - 1)
+    taps = weight + channel[:, None, None] * WIDTH + (WIDTH - 1) - lag
+    taps = tl.load(taps, mask=inside[:, None, None] & (lag < WIDTH), other=0.0)
+    old = tl.load(cells + (WIDTH - 1) + since, mask=here & (since < 0), other=0.0)
+    tl.debug_barrier()
+    new = x + (row[None, :, None] - lag) * x_row + channel[:, None, None]
+    inputs = tl.where(since < 0, old, tl.load(new, mask=here & (since >= 0), other=0.0))
+    total = tl.sum(inputs * taps, axis=2)
+    to = out + row[None, :] * channels + channel[:, None]
+    tl.store(to, total * sigmoid(total), mask=inside[:, None] & (row <= last)[None, :])
+    tl.debug_barrier()
+    tl.store(cells + (WIDTH - 2) - lag, inputs, mask=here & (row == last)[None, :, None] & (lag < WIDTH - 1))
 
 
 @triton.jit
@@ -146,19 +126,21 @@ def _gates(gates, row, head, FUSED: tl.constexpr):
 def _gated_delta(
     q, k, v, gates, states, out, segments, snapshots,
     group, value_heads, key_dim, value_dim, q_row, k_row, v_row, count, scale,
-    FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     begin()
     sequence, head = tl.program_id(0), tl.program_id(1)
     key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     key_here, value_here = key < key_dim, value < value_dim
     here = key_here[:, None] & value_here[None, :]
+    slot_stride = value_heads * key_dim * value_dim
+    slot = tl.load(segments + sequence * 4 + 3).to(tl.int64)
+    cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
+    lines = tl.program_id(2) * VALUES + tl.arange(0, VALUES // LINE) * LINE
+    prefetch(states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + lines[None, :])
     wait()
     first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
-    slot = tl.load(segments + sequence * 4 + 3).to(tl.int64)
-    cells = states + (head * key_dim + key[:, None]) * value_dim + value[None, :]
-    slot_stride = value_heads * key_dim * value_dim
-    memory = tl.load(cells + slot * slot_stride, mask=here, other=0.0)
+    memory = tl.load(cells, mask=here, other=0.0)
     for step in range(rows):
         row = (first + step).to(tl.int64)
         at = head // group * key_dim + key
@@ -177,8 +159,8 @@ def _gated_delta(
         for number in range(count):
             if (tl.load(snapshots + number * 3) == sequence) & (tl.load(snapshots + number * 3 + 1) == step + 1):
                 target = tl.load(snapshots + number * 3 + 2).to(tl.int64)
-                tl.store(cells + target * slot_stride, memory, mask=here)
-    tl.store(cells + slot * slot_stride, memory, mask=here)
+                tl.store(cells + (target - slot) * slot_stride, memory, mask=here)
+    tl.store(cells, memory, mask=here)
 
 
 def gated_delta(
@@ -204,6 +186,7 @@ def _delta(
             q, k, v, gates, state, out, batch.segments, batch.snapshots,
             value_heads // key_heads, value_heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
             batch.snapshots.shape[0], key_dim**-0.5,
-            FUSED=fused, KEYS=triton.next_power_of_2(key_dim), VALUES=VALUES, num_warps=4,
+            FUSED=fused, KEYS=triton.next_power_of_2(key_dim), VALUES=VALUES, LINE=LINE // 4,
+            num_warps=4,
         )  # fmt: skip
     return out

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels import attention, linear
 from engine.kernels.ops import DeviceOps
 from engine.layers.ops import Batch
 
@@ -198,40 +197,3 @@ def time_all(ops: DeviceOps) -> float:
     for part in (time_linears, time_pointwise, time_recurrences, time_attention):
         part(ops, reading)
     return reading
-
-
-TILINGS: tuple[linear.Direct | linear.Stream, ...] = (
-    *itertools.starmap(linear.Direct, ((2, 1), (4, 2), (4, 4), (8, 4))),
-    *(
-        linear.Stream(n, k, programs, 8, warps, stages)
-        for (n, k, warps, stages), programs in itertools.product(
-            ((64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3),
-             (128, 64, 8, 4), (64, 256, 4, 3)),
-            (132, 264, 528),
-        )
-    ),
-)  # fmt: skip
-
-
-def tune(reading: float) -> None:
-    """The best few tilings of linear layers at one, four and sixteen rows, and of attention."""
-    for name, out, inner in LINEARS:
-        weights = [random(out, inner, dtype=torch.bfloat16) for _ in range(sets_for(2 * out * inner))]
-        inputs, tried = [random(rows, inner) for rows in (1, 4, 16)], []
-        for tiling in TILINGS:
-            if isinstance(tiling, linear.Stream) or out * inner <= 4 * linear.SMALL:
-                packed = [linear.pack(each, tiling) for each in weights]
-                times = [measure([partial(linear.linear, x, each, None) for each in packed], 3) for x in inputs]
-                tried.append(([time.microseconds for time in times], tiling))
-        for times_of, tiling in sorted(tried, key=lambda each: each[0][0] + each[0][1])[:4]:
-            print(f"linear {name:17} " + ", ".join(f"{time:.2f}" for time in times_of) + f" µs: {tiling}")
-    for rows, context in ((1, 1 << 10), (1, 1 << 15), (4, 1 << 17)):
-        q, keys, values, batch, size = decode_attention(rows, context)
-        found = []
-        for split, tile, warps, stages in itertools.product((128, 256, 512), (32, 64), (4, 8), (2, 3, 4)):
-            plan = attention.Tiling(split, tile, warps, stages)
-            if (stages - 1) * tile * HEAD_DIM * 4 <= SMALL:
-                timing = measure([partial(attention.attention, q, keys, values, batch, 0.06, plan)], 3)
-                found.append((timing.microseconds, plan))
-        for fast, plan in sorted(found, key=lambda each: each[0])[:4]:
-            print(f"attention {rows} of {context}: {fast:.2f} µs, {100 * size / fast * 1e6 / reading:.0f} %, {plan}")

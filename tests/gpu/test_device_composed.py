@@ -29,12 +29,6 @@ MODULES = (attention, experts, linear, pointwise, recurrent)
 LAYOUT = Layout(FORMATS["int8"], 64, 32)
 
 
-@pytest.fixture(params=[linear.SMALL, 0], ids=["direct", "stream"])
-def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALL", request.param)
-
-
-@pytest.mark.usefixtures("tiling")
 @pytest.mark.parametrize("inner", [200, 300])
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_norm_linear(rows: int, inner: int) -> None:
@@ -46,10 +40,10 @@ def test_norm_linear(rows: int, inner: int) -> None:
     compare(run)
 
 
-@pytest.mark.usefixtures("tiling")
-@pytest.mark.parametrize("segments", [[(1, 9, 3)], [(1, 5, 0), (0, 3, 5), (1, 70, 1), (3, 3, 2)]])
-def test_norm_linear_conv(segments: list[tuple[int, int, int]]) -> None:
-    batch = make_batch(segments, [(len(segments) - 1, 1, 4)])
+@pytest.mark.parametrize("snapshots", [[], [(0, 1, 4)]])
+@pytest.mark.parametrize("segments", [[(1, 9, 3)], [(1, 5, 0), (0, 3, 5), (1, 70, 1), (3, 3, 2)], [(9, 5, 3)]])
+def test_norm_linear_conv(segments: list[tuple[int, int, int]], snapshots: list[tuple[int, int, int]]) -> None:
+    batch = make_batch(segments, snapshots)
 
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw, rows = Draws(3), batch.positions.shape[0]
@@ -59,7 +53,6 @@ def test_norm_linear_conv(segments: list[tuple[int, int, int]]) -> None:
     compare(run)
 
 
-@pytest.mark.usefixtures("tiling")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_gated_inputs_added_to_a_residual(rows: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
@@ -113,7 +106,6 @@ def with_experts(ops: Ops, draw: Draws) -> tuple[Ops, object]:
     return ops, ops.pack_experts(*(torch.stack(each) for each in zip(*held, strict=True)))
 
 
-@pytest.mark.usefixtures("tiling")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_shared_experts(rows: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
@@ -130,7 +122,6 @@ def test_shared_experts(rows: int) -> None:
     compare(run)
 
 
-@pytest.mark.usefixtures("tiling")
 def test_a_row_is_the_same_in_any_company() -> None:
     draw = Draws(0)
     x, wide, norm, head_norm = draw(5, 384), draw(5, 384), Norm(draw(384), 1e-6), Norm(draw(128), 1e-6)
@@ -158,14 +149,14 @@ def kernels(module: ModuleType) -> list[ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_before_they_wait_kernels_touch_nothing_but_weights(module: ModuleType) -> None:
+def test_before_they_wait_kernels_touch_nothing_but_weights_and_segments(module: ModuleType) -> None:
     assert kernels(module)
     for kernel in kernels(module):
         lines = [ast.unparse(statement) for statement in kernel.body]
         first, place = lines[0], lines.index("wait()")
         assert first == "begin()", kernel.name
         early = [line for line in lines[:place] if "tl.load" in line or "tl.store" in line or "atomic" in line]
-        assert all(line.startswith("tile = tl.load(weight +") for line in early), kernel.name
+        assert all(line.startswith("slot = tl.load(segments +") for line in early), kernel.name
 
 
 class Sizes(RandomSource):

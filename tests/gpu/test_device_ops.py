@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels import attention, linear
+from engine.kernels import attention
 from engine.kernels.ops import DeviceOps
 from engine.layers.ops import CPU, Batch, Ops
 from engine.layers.reference import ReferenceOps
@@ -72,14 +72,9 @@ def make_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("out", "inner"), [(1, 300), (70, 33), (65, 700), (2, 1)])
+@pytest.mark.parametrize(("out", "inner"), [(1, 300), (70, 33), (65, 700), (5, 5000), (2, 1)])
 @pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
-@pytest.mark.parametrize("small", [linear.SMALL, 0])
-def test_linear(
-    rows: int, out: int, inner: int, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    monkeypatch.setattr(linear, "SMALL", small)
-
+def test_linear(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(inner)
         packed = ops.pack(draw(out, inner).to(dtype))
@@ -89,9 +84,7 @@ def test_linear(
     compare(run)
 
 
-@pytest.mark.parametrize("small", [linear.SMALL, 0])
-def test_a_row_of_linear_is_the_same_in_any_company(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALL", small)
+def test_a_row_of_linear_is_the_same_in_any_company() -> None:
     draw = Draws(0)
     packed, x = DEVICE.pack(draw(70, 700)), draw(16, 700)
     together = DEVICE.linear(x, packed)
