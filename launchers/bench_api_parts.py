@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.api import Request, Sampling
-from engine.messages import encode
+from engine.messages import encode_parts
 from parsers.conversation import Text
 from parsers.load import Family
 from parsers.template import ChatTemplate
@@ -111,7 +111,7 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
         for name in (" template", " tokenize"):
             clock.seconds[name].append(0.0)
         with (
-            clock.inside(ChatTemplate, "render", " template"),
+            clock.inside(ChatTemplate, "rope", " template"),
             clock.inside(Tokenizer, "encode_trusted", " tokenize"),
         ):
             prompt = clock.time(
@@ -120,7 +120,7 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
             )
         anchors = clock.time("anchors", lambda: engine_anchors(visit.anchors(prompt)))  # noqa: B023
         request = Request(str(number), memoryview(prompt.packed).cast("I"), Sampling(100), anchors)
-        clock.time("engine message", lambda: encode(request))  # noqa: B023
+        clock.time("engine message", lambda: encode_parts(request))  # noqa: B023
         report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt), worker_cause="none")
         visit.finish(prompt, said, (Text("Done."),), (), report, complete=True)
     order = (

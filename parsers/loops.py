@@ -21,6 +21,7 @@ What a body may read, and when an earlier iteration would read the same:
 from __future__ import annotations
 
 import operator
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,9 +82,9 @@ class Record:
     values: tuple[object, ...]
     limits: tuple[object, ...]
     windows: tuple[object, ...]
-    begins: list[int]
+    begins: array[int]
     states: list[tuple[object, ...]]
-    reach: list[int]
+    reach: array[int]
     text: Rope = Rope()  # noqa: RUF009 (nobody changes one)
     start: int = 0
 
@@ -238,7 +239,7 @@ class Run:
             (*(_value(found, one) for one in reads.values), *_aliases(values)),
             tuple(_value(found, one) for one in reads.limits),
             tuple(_copied(found[name]) for name in reads.windows),
-            *([], [], []),
+            *(array("q"), [], array("q")),
         )
         written = [(space, name) for one, name in reads.writes if type(space := found[one]) is Namespace]
         skipped, past = 0, now
@@ -261,12 +262,14 @@ class Run:
         at.index0 = one.skipped - 1
         while at.index < len(items):
             at.index0 += 1
-            state = tuple(_attribute(space, name) for space, name in one.written)
+            state = tuple([_attribute(space, name) for space, name in one.written])
             record.begins.append(self._length - one.start)
-            record.states.append(state)
+            same = bool(record.states) and all(map(operator.is_, state, record.states[-1]))
+            record.states.append(record.states[-1] if same else state)
             if not all(type(value) in _SCALARS for value in state):
                 at._reached = _NEVER
-                record.reach[-1:] = [_NEVER] * bool(record.reach)
+                if record.reach:
+                    record.reach[-1] = _NEVER
             yield items[at.index0], at
             record.reach.append(at._reached)
 
