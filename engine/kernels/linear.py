@@ -148,7 +148,7 @@ def _linear(
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
     lines = first.to(tl.int64) * BLOCK * inner + tl.arange(0, AHEAD) * STEP
-    prefetch(weight + tl.minimum(lines, columns.to(tl.int64) * inner - 1))
+    prefetch(weight + tl.minimum(lines, (0 * lines + columns) * inner - 1))
     wait()
     high, low, squares = _factors(
         x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset,
