@@ -57,12 +57,12 @@ class Guard:
     def _check_names(self, headers: Headers) -> None:
         if not self._hosts:
             return
-        host = headers.get("host", "")
-        if _name(host) not in self._hosts:
-            raise ApiError("forbidden", f"the Host header names {host!r}, which is not a name of this server")
-        origin = headers.get("origin")
-        if origin is not None and _name(origin.partition("://")[2]) not in self._hosts:
-            raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
+        for host in headers.getlist("host") or [""]:
+            if _name(host) not in self._hosts:
+                raise ApiError("forbidden", f"the Host header names {host!r}, which is not a name of this server")
+        for origin in headers.getlist("origin"):
+            if _name(origin.partition("://")[2]) not in self._hosts:
+                raise ApiError("forbidden", f"requests from the web page {origin!r} are not allowed")
 
     def _identify(self, headers: Headers) -> ApiKey | None:
         """None where no key is needed. Raises ApiError."""

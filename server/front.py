@@ -128,9 +128,11 @@ class Http(HttpToolsProtocol):
         self._head: asyncio.TimerHandle | None = None
         self._reading = _Reading(self._patience.send_seconds)
         self._upgraded = False
-        self._in_head, self._unread = False, 0
+        self._in_head, self._in_body, self._unread = False, False, 0
         """``_unread``: bytes that came since anything whole did."""
         self._answering: RequestResponseCycle | None = None
+        self._over = False
+        """Nothing more is read of it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -148,19 +150,20 @@ class Http(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
         self._unread += len(data)
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
-                self._upgraded = True
-                self.handle_websocket_upgrade()
+                self._upgrade()
             else:
                 self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        if self._unread > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._unread > MAX_HEAD_BYTES and not self._over:
             self.send_400_response("Too much of it has no end.")
         if self._upgraded:
             self._stop_waiting()
@@ -178,18 +181,27 @@ class Http(HttpToolsProtocol):
         self._reading.seen()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. An answer that has
-        begun is only cut off."""
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()
-            return
+        """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. Where it stands
+        behind a whole request, that one gets its own answer first, and nothing else; an answer that has begun to a
+        request that breaks is only cut off."""
+        self._over = True
+        if (cycle := self._answering) is not None:
+            answering = not cycle.response_complete
+            if answering and not cycle.more_body:
+                cycle.keep_alive = False
+                self.pipeline.clear()
+                return
+            if cycle.response_started if answering else self._in_body:
+                self.transport.abort()
+                return
+            cycle.disconnected = True
         body = dump(errors.body(ApiError("invalid", msg), "openai"))
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head, self._in_body = True, False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -198,7 +210,10 @@ class Http(HttpToolsProtocol):
             raise httptools.HttpParserError
         if self._ignored():
             return
-        self._in_head, self._unread = False, 0
+        self._in_head, self._in_body, self._unread = False, True, 0
+        if b"://" in self.url[:8]:  # the name in it counts for more than the header
+            self.headers[:] = [one for one in self.headers if one[0] != b"host"]
+            self.headers.append((b"host", self.url.split(b"/", 3)[2]))
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -211,12 +226,20 @@ class Http(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._ignored():
-            self._unread = 0
+            self._in_body, self._unread = False, 0
             super().on_message_complete()
 
     def _ignored(self) -> bool:
         """Is this a head that asks for a protocol which nobody speaks here?"""
         return self.parser.should_upgrade() and not self._should_upgrade()
+
+    def _upgrade(self) -> None:
+        """The connection is the socket's from here on, so nobody may wait for an answer on it."""
+        if self._answering is not None and not self._answering.response_complete:
+            self.send_400_response("A WebSocket begins behind an answer, not in it.")
+        else:
+            self._upgraded = True
+            self.handle_websocket_upgrade()
 
     def _without_upgrade(self, rest: bytes) -> None:
         """The request as if it did not ask for that; the parser would have nothing behind its head."""
@@ -228,7 +251,8 @@ class Http(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        plain = cycle.scope["http_version"] != "1.0" and not cycle.waiting_for_100_continue
+        super()._start_asgi_task(cycle, app if plain else _ended(cycle, app))
 
     def _wait_for_head(self) -> None:
         if self._head is None:
@@ -238,3 +262,20 @@ class Http(HttpToolsProtocol):
         if self._head is not None:
             self._head.cancel()
             self._head = None
+
+
+def _ended(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Where the end of the connection is the answer's: HTTP/1.0 knows no chunks, and a client that was not told to send
+    its body sends what it likes instead."""
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            if cycle.waiting_for_100_continue:
+                cycle.keep_alive = False
+            if scope["http_version"] == "1.0":
+                cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return answered

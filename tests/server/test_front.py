@@ -224,6 +224,82 @@ async def test_pipelined_requests_are_answered_in_turn(family: Family) -> None:
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"404"]
 
 
+WEBSOCKET = (
+    b"GET /v1/responses HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n"
+)
+CHUNKED = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("behind", [b"no request\r\n\r\n", CHUNKED + b"zz\r\n", b"x" * (2 * MAX_HEAD_BYTES), WEBSOCKET])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_is_wrong_behind_a_request_gets_none_of_its_answer(
+    family: Family, behind: bytes, stream: bool
+) -> None:
+    """The request is answered to its end, and nothing else is."""
+    answer = Answer(TEXT, hold_at=4)
+    async with serving(family, answer) as server, connected(server) as (reader, writer):
+        writer.write(request("/v1/messages", {**BODIES["/v1/messages"], "stream": stream}))
+        while not server.worker.requests:
+            await asyncio.sleep(0.005)
+        writer.write(behind)
+        await asyncio.sleep(0.05)
+        answer.release.set()
+        whole = await ended(reader)
+        assert whole.startswith(b"HTTP/1.1 200") and whole.count(b"HTTP/1.1") == 1
+        assert b"message_stop" in whole if stream else json.loads(whole.partition(b"\r\n\r\n")[2])["stop_reason"]
+        await alive(server)
+
+
+async def test_what_is_wrong_in_a_body_that_was_refused_gets_no_second_answer(family: Family) -> None:
+    async with serving(family, max_body_bytes=10) as server, connected(server) as (reader, writer):
+        writer.write(CHUNKED + b"10\r\n" + b"x" * 16 + b"\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+        writer.write(b"zz\r\n")
+        assert b"HTTP/1.1" not in await ended(reader)
+        await alive(server)
+
+
+async def test_whoever_was_not_told_to_send_its_body_is_not_waited_for(family: Family) -> None:
+    """What it sends next is no body."""
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n")
+        writer.write(b"content-length: 999999999\r\n\r\n")
+        answer = await ended(reader)
+        assert b"connection: close" in answer
+        shaped(answer, 413)
+
+
+async def test_an_old_client_gets_a_stream_without_chunks(family: Family) -> None:
+    async with serving(family, "Hi<|im_end|>") as server, connected(server) as (reader, writer):
+        body = {**BODIES["/v1/messages"], "stream": True}
+        writer.write(request("/v1/messages", body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, answer = (await ended(reader)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head
+    assert answer.startswith(b"event: message_start\n") and answer.rstrip().splitlines()[-1].startswith(b": x-ft-reuse")
+
+
+@pytest.mark.parametrize(
+    ("target", "headers"),
+    [
+        ("/v1/models", ("host: localhost", "host: evil.example")),
+        ("/v1/models", ("host: localhost", "origin: http://localhost", "origin: http://evil.example")),
+        ("http://evil.example/v1/models", ("host: localhost",)),
+        ("http://localhost@evil.example/v1/models", ("host: localhost",)),
+        ("/v1/models", ()),
+    ],
+)
+async def test_every_name_that_a_request_has_is_looked_at(
+    family: Family, target: str, headers: tuple[str, ...]
+) -> None:
+    async with serving(family, allowed_hosts=("localhost",)) as server:
+        for names, status in ((headers, 403), (("host: localhost",), 200)):
+            path = target if status == 403 else "http://localhost/v1/models"
+            async with connected(server) as (reader, writer):
+                writer.write("\r\n".join((f"GET {path} HTTP/1.1", *names, "connection: close", "", "")).encode())
+                assert (await ended(reader)).split()[1] == str(status).encode()
+
+
 async def test_whoever_does_not_read_is_let_go(family: Family) -> None:
     names = tuple(f"a-model-with-a-name-of-some-length-{n}" for n in range(20_000))
     async with serving(family, patience=HASTE, model_aliases=names) as server:
