@@ -2,9 +2,9 @@
 // per instruction set, after its vec_*.h and these two. Internal linkage only, as in kernels_body.h.
 //
 // A format has, for exact activations or not: `words` of a quad of activations and `pack`, which makes them; `steps` of
-// `quads` quads that a block's 32-bit words are taken in, `parts` registers of rows side by side; `load`, the words of one step for Vec::width rows; a Sum of
-// 32-bit integers, to which `add` adds their products; `offset`, what its weights have too much; and `factor`, for
-// weights that are doubled, which is put into the activations' scales.
+// `quads` quads that a block's 32-bit words are taken in, for `parts` registers of rows side by side; `load`, the words
+// of one step for Vec::width rows; a Sum of 32-bit integers, to which `add` adds their products; `offset`, what its
+// weights have too much; and `factor`, for weights that are doubled, which is put into the activations' scales.
 #pragma once
 
 #include "kernels.h"
