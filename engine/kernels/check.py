@@ -4,7 +4,7 @@ Qwen3.6-35B-A3B. Those of prefill are in ``engine.kernels.check_prefill``.
     python -P -m engine.kernels.check [--seed N]
 
 Inputs are drawn afresh each time (the seed is printed), what a kernel leaves unwritten is NaN, and the relative error
-is that of the whole result, |got - want| / |want|. ``--tune`` times other tilings of the two kernels that move most.
+is that of the whole result, |got - want| / |want|.
 Ends with status 1 where an operation is wrong.
 """
 
