@@ -84,11 +84,9 @@ class Renderer:
         return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
     def forget(self) -> None:
-        """Nothing stays of what was rendered."""
-        for memory in (self._known, self._ids, self.guard, self._planner, self._pieces, self._stems):
+        own = (self._template,) if isinstance(self._template, ChatTemplate) else ()
+        for memory in (self._known, self._ids, self.guard, self._planner, self._pieces, self._stems, *own):
             memory.forget()
-        if isinstance(self._template, ChatTemplate):
-            self._template.forget()
 
     def text(self, conversation: Conversation, thinking: bool = True, effort: Effort | None = None) -> str:
         """The template's own text, marks included. Raises RenderError."""
@@ -165,8 +163,7 @@ class Renderer:
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
         opener = () if plan.continues else writer.ids(behind_header)
-        open_now = thinking_open and not plan.continues
-        return Prompt(packed, spans, open_now, thinking, effort, opener, plan.continues)
+        return Prompt(packed, spans, thinking_open and not plan.continues, thinking, effort, opener, plan.continues)
 
     def rendered_turns(self, conversation: Conversation) -> int:
         """How many turns of it are remembered as they were rendered."""
@@ -176,10 +173,9 @@ class Renderer:
         """The blocks behind the stem; None where the text does not go on as it did."""
         if stem is None or not text.begins_with(stem.text):
             return None
-        begin = max(0, stem.block - self._finder.look_back)
+        begin, size = max(0, stem.block - self._finder.look_back), len(stem.text) - stem.block
         blocks = self._finder.blocks(text.text(begin), stem.block - begin)
         ends = [*accumulate(len(block.text) for block in blocks)]
-        size = len(stem.text) - stem.block
         return blocks[ends.index(size) + 1 :] if size in ends[:-1] else None
 
     def _up_to_more(self, blocks: list[Block], conversation: Conversation) -> list[Block]:
@@ -190,7 +186,7 @@ class Renderer:
         raise _no_answer(conversation)
 
     def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> Rope:
-        variables, template = self.format.switches.variables(thinking, effort), self._template
+        template, variables = self._template, self.format.switches.variables(thinking, effort)
         told = plan.messages, self._planner.tools(conversation.tools), variables
         try:
             return template.rope(*told) if isinstance(template, ChatTemplate) else Rope(template.render(*told))
@@ -403,8 +399,7 @@ class _Rendering:
         self._refused()
         item = self._item("assistant")
         writer = self._writer
-        start = writer.place()
-        header = writer.place()
+        start, header = writer.place(), writer.place()
         end, closing = self._finder.end(block.body)
         body, tail = block.body[:end], block.body[end + len(closing) :]
         if item.sampled is not None:

@@ -77,7 +77,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": []}, "at least one item"),
     (RESPONSES, {"input": 3}, "input"),
     (RESPONSES, {"input": [{"type": "message", "role": "robot", "content": "Hi"}]}, "role"),
-    (RESPONSES, {"input": [{"type": "local_shell_call", "id": "x"}]}, "local_shell_call"),
+    (RESPONSES, {"input": [{"type": "local_shell_call", "id": "x"}]}, "input.0.call_id"),
     (RESPONSES, {"input": ["Hi"]}, "input.0"),
     (
         RESPONSES,
