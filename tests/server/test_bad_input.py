@@ -84,7 +84,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
         "input.0.content.0: input_image is not supported",
     ),
-    (RESPONSES, {"tools": [{"type": "local_shell"}]}, "local_shell"),
     (RESPONSES, {"tools": [{"type": "function", "name": "a"}] * 2}, "unique"),
     (RESPONSES, {"tool_choice": "required"}, "there are no tools"),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "there is no tool 'f'"),
