@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import ssl
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,14 +183,15 @@ class Http(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. Where it stands
-        behind a whole request, that one gets its own answer first, and nothing else; an answer that has begun to a
-        request that breaks is only cut off."""
+        behind whole requests, they get their own answers, and nothing else; an answer that has begun to a request that
+        breaks is only cut off."""
         self._over = True
         if (cycle := self._answering) is not None:
             answering = not cycle.response_complete
             if answering and not cycle.more_body:
-                cycle.keep_alive = False
-                self.pipeline.clear()
+                whole = [one for one in self.pipeline if not one[0].more_body]  # the last one first
+                (whole[0][0] if whole else cycle).keep_alive = False
+                self.pipeline = deque(whole)
                 return
             if cycle.response_started if answering else self._in_body:
                 self.transport.abort()
@@ -270,7 +272,7 @@ def _ended(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Applicati
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
-            if cycle.waiting_for_100_continue:
+            if cycle.waiting_for_100_continue and cycle.more_body:
                 cycle.keep_alive = False
             if scope["http_version"] == "1.0":
                 cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
