@@ -282,14 +282,23 @@ class Calls:
             stop, complete = yield from self._closing(call, stop)
         elif not stop and not source.ended:
             stop = (yield from source.until(self._recovery, drop, hold_at_end=True)) or ""
+        closed = stop in self._close
+        if complete and not call.parts and (closed or self._says_nothing(call)):
+            call.arguments("{}")
         complete = complete and is_json_object("".join(call.parts))
         self._broken = self._broken or not complete
-        closed = stop in self._close
         end = self._out.boundary("tool_call_end", source.at if stop and not closed else source.position)
         self._emit(ToolCallEnd(call.index, complete))
         self._emit(end)
         self._out.calls += not self._muted
         return stop if self._framed or not closed else ""
+
+    def _says_nothing(self, call: Call) -> bool:
+        """Whether a call without arguments and without its closer is one: what closes the arguments stands there, as
+        it does behind a whole header. Else arguments were to come."""
+        return not self._close or bool(
+            self._tail and not {"missing_tail", "missing_header_end"} & call.tolerated.keys()
+        )
 
     def _closing(self, call: Call, stop: str) -> Step[tuple[str, bool]]:
         """Reads tail and closer as far as they are there: (a delimiter that is consumed, complete)."""

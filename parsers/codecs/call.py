@@ -48,7 +48,7 @@ class Call:
         self.guarded = bool(rules)
         self.tools = tools
         self._emit, self._begin = emit, begin
-        self._tolerated = dict.fromkeys(rules)
+        self.tolerated = dict.fromkeys(rules)
 
     def announce(self, name: str) -> None:
         """Raises Malformed when this is no call after all."""
@@ -58,7 +58,7 @@ class Call:
         self.parameters = self.tools.get(name, {})
         self._begin()
         self._emit(ToolCallStart(self.index, name))
-        for rule in self._tolerated:
+        for rule in self.tolerated:
             self._emit(Tolerated(rule))
 
     def arguments(self, fragment: str) -> None:
@@ -71,8 +71,8 @@ class Call:
 
     def tolerate(self, rule: str) -> None:
         """Counted once per call, and only if it turns out to be one."""
-        if rule not in self._tolerated:
-            self._tolerated[rule] = None
+        if rule not in self.tolerated:
+            self.tolerated[rule] = None
             if self.announced:
                 self._emit(Tolerated(rule))
 

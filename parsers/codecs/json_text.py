@@ -13,6 +13,8 @@ from parsers.source import Cut, Emit, Source, Step, Stops, drop
 
 _SCALAR_START = re.compile(r"[-0-9tfn]")
 _SCALAR_END = re.compile(r"[,}\]\s]|[\ud800-\udfff]")
+_ABOUT = frozenset(("id", "index", "type"))
+"""What may be said of a call besides its name and its arguments."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -106,9 +108,7 @@ class JsonReader(Single):
         yield from source.space()
         if (yield from source.peek()) == "{":
             yield from self._values.value(source, call, call.arguments)
-        elif (yield from source.follows((self._behind,))):
-            call.arguments("{}")
-        else:
+        elif not (yield from source.follows((self._behind,))):
             held: list[str] = []
             yield from self._values.value(source, call, held.append)
             report(call, "".join(held))
@@ -200,6 +200,7 @@ class JsonCallReader:
             call.tolerate("nested_call")
             yield from self._members(source, call, seen, nested=True)
         else:
+            seen.lost = seen.lost or key not in _ABOUT
             yield from self._values.value(source, call, drop)
         seen.report()
 
@@ -223,6 +224,8 @@ class _Members:
         self.name = ""
         self.arguments: str | None = None
         """None: not seen; "": reported; else waiting for the name."""
+        self.lost = False
+        """There was something else, which may have been meant for the arguments."""
 
     def report(self) -> None:
         if self.name and self.arguments:
@@ -231,7 +234,7 @@ class _Members:
 
     def close(self) -> None:
         """At the end of the object: no arguments are an empty object."""
-        if not self.name:
+        if not self.name or (self.lost and self.arguments is None):
             raise Malformed
         if self.arguments is None:
             report(self._call, "null", self.name)

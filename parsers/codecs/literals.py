@@ -239,9 +239,7 @@ class LiteralsReader(Single):
             if opener == "(":
                 call.tolerate("parentheses")
             yield from self._values.members(source, call, _CLOSERS[opener], ":" if opener == "{" else "=")
-        elif (yield from source.follows((self._behind,))):
-            call.arguments("{}")
-        else:
+        elif not (yield from source.follows((self._behind,))):
             raise Malformed
         return ""
 

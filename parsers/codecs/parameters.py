@@ -72,8 +72,8 @@ class Parameters:
         if self._wrapped:
             self.call.arguments(self._wrapped[1])
             self.call.tolerate("wrapped_arguments")
-        else:
-            self.call.arguments("}" if self._seen else "{}")
+        elif self._seen:
+            self.call.arguments("}")
 
 
 class JsonStrings:

@@ -158,6 +158,13 @@ def test_report_39_the_next_parameter_closes_one_without_closer(name: str) -> No
         ("gemma4", "<|tool_call>call:f{n<tool_call|>"),
         ("llama4", "<|python_start|>[f(1, 2)]<|python_end|>"),
         ("lfm2", "<|tool_call_start|>[f(n=open('x'))]<|tool_call_end|>"),
+        ("hermes", '<tool_call>{"name": "f", "args": {"s": "x"}}</tool_call>'),
+        ("mistral_v3", '[TOOL_CALLS][{"name": "f", "s": "x", "id": "call00001"}]'),
+        ("llama3", '{"name": "f", "param": {"s": "x"}}'),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js\n{}\n```<｜tool▁call▁end｜>"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'),
+        ("qwen3_xml", "<tool_call>\n<function=f>\n"),
     ],
 )
 def test_report_40_an_unreadable_body_is_no_empty_object(name: str, text: str) -> None:
