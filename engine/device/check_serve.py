@@ -8,6 +8,7 @@ once more by the GPU with the same experts (``engine.device.agree``).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import tempfile
 import time
@@ -242,6 +243,7 @@ def main() -> int:
     parser.add_argument("library", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(60, repeat=True)  # where it is, should it hang
     native.__path__.append(str(options.library.parent))  # where the native library is looked for
     machine = find_machine()
     with tempfile.TemporaryDirectory() as folder:
