@@ -237,11 +237,11 @@ class _Tags(_Turn):
             else ""
         )
         if self.demand.calls == "required":
-            body = sequence((self._close_answer() if open_answer else "", self.calls()))
+            body = sequence((self._no_answer(open_answer), self.calls()))
         elif self.demand.answer is not None:
             body = self._answer(open_answer)
             if self.tools:
-                body = one_of((body, sequence((self._close_answer() if open_answer else "", self.calls()))))
+                body = one_of((body, sequence((self._no_answer(open_answer), self.calls()))))
         else:
             body = self._mixed(open_answer)
         return self.rules.text(sequence((lead, body, last)))
@@ -267,6 +267,13 @@ class _Tags(_Turn):
     def _close_answer(self) -> str:
         answer = self.format.answer
         return sequence((self.rules.layout(answer.inner), self.literal(answer.close))) if answer else ""
+
+    def _no_answer(self, opened: bool) -> str:
+        """What stands before calls alone."""
+        answer = self.format.answer
+        if opened or answer is None or not answer.always:
+            return self._close_answer() if opened else ""
+        return f"({sequence((self.literal(answer.open), self._close_answer()))})?"
 
     def _answer(self, opened: bool) -> str:
         answer, body = self.format.answer, self.answer()
@@ -329,7 +336,8 @@ class _Channels(_Turn):
                 body = sequence((self.literal(section.open), around, body, around, self.literal(section.close)))
             header = frames.call.replace("{name}", _NAME_MARK) + frames.message
             before, after = header.split(_NAME_MARK)
-            end = self.literal(frames.call_end)
-            messages.append(sequence((self.literal(before), plain(tool.name), self.literal(after), body, end)))
-        one = self.rules.rule(one_of(messages))
-        return one if frames.call_end in self.format.ends else self.rules.rule(self._several(one, begin))
+            messages.append(sequence((self.literal(before), plain(tool.name), self.literal(after), body)))
+        one, end = self.rules.rule(one_of(messages)), self.literal(frames.call_end)
+        if frames.call_end in self.format.ends:
+            return self.rules.rule(sequence((one, end)))
+        return self.rules.rule(sequence((self._several(one, sequence((end, begin))), f"({end})?")))

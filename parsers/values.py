@@ -126,8 +126,9 @@ class Values(Parts):
     def _listed(
         self, codec: Codec, schema: object, assign: str, mark: str, spell: Callable[[Member], str], any_value: str
     ) -> str:
-        """Members in their order, with separators between those that are there."""
+        """Members in the order that they are written in, with separators between those that are there."""
         members, more_keys = self._writable(codec, schema)
+        members = sorted(members, key=lambda one: one.key.lower()) if isinstance(codec, Literals) else members
         separator, more, first = plain(mark), "", ""
         if more_keys:
             other = sequence((self._other_key(member.key for member in members), plain(assign), any_value))
@@ -167,6 +168,8 @@ class Values(Parts):
         match one["type"]:
             case "string":
                 return f"{quote} {self._rules.upto(codec.quote, self.pattern(one))}"
+            case "null":
+                return one_of(map(plain, ("None", "null")))
             case "object":
                 return self._literal_object(codec, one, depth + 1)
             case "array":

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from parsers.conversation import Tool
+from parsers.conversation import Tool, ToolCall
 from parsers.families.registry import FORMATS
 from parsers.grammar import Demand
+from parsers.write import assistant_text
 from tests.parsers.grammar_support import accepts, grammar, walk
-from tests.parsers.wire_support import machine
+from tests.parsers.wire_support import NAMES, machine
 
 MARK = 777_777
 NUMBERS = ("1", "-0", "007", "1.50", "1e-7", "1E+5000", "9" * 400, ".5", "1.", "1_0", "0x1F", "NaN", "Infinity", " 1")
@@ -73,6 +74,28 @@ def _written(name: str, mark: object) -> str:
     """A call with this value in it."""
     text = grammar(name, (tool({"const": mark}),), Demand("required", parallel=False), thinking=False)
     return machine(name).tokenizer.decode(walk(name, text, 0, ("a",)))
+
+
+EVERY = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": "integer"},
+        "b": {"type": "boolean"},
+        "o": {"type": "object", "properties": {"z": {"type": ["integer", "null"]}, "a": {"type": "boolean"}}},
+    },
+    "additionalProperties": False,
+}
+SAID = '{"s": "it\'s", "n": 1, "b": true, "o": {"z": null, "a": false}}'
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", ["{}", SAID])
+def test_the_grammar_admits_what_the_format_writes(name: str, arguments: str) -> None:
+    found, tools = machine(name), (Tool("f", "", EVERY, strict=True),)
+    several = 1 if found.format.frames and found.format.frames.call_end in found.format.ends else 2
+    answer = assistant_text(found.format, found.guard, [ToolCall("call00001", "f", arguments)] * several, "closed")
+    assert accepts(name, grammar(name, tools, Demand("required"), thinking=False), answer.lstrip("\n"))
 
 
 def _integer(text: str) -> int:
