@@ -21,6 +21,8 @@ _NAMED = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 
 _MODEL = 2048
 """Bytes of a message as it is remembered, beside its text."""
+_VALUES = ((b"{", 200), (b"[", 100), (b",", 60))
+"""Bytes of what begins there as it is remembered, beside its text."""
 _KEPT = 256
 """Each of them is looked at for each body."""
 Owner = tuple[str, str]
@@ -58,7 +60,8 @@ def raw_body(body: object) -> object:
 @dataclass
 class Entry:
     """``begins``: where the messages but the first begin, behind their commas; ``end``: where the last one ends, at the
-    bracket. ``messages`` and ``tools``: the models. ``instead``: the number of the one that it continues."""
+    bracket. ``weight``: of all values. ``messages`` and ``tools``: the models. ``instead``: the number of the one that
+    it continues."""
 
     owner: Owner
     field: str
@@ -66,14 +69,15 @@ class Entry:
     begins: list[int]
     end: int
     raw: dict[str, Any]
+    weight: int
     messages: Sequence[Any] = ()
     tools: Sequence[Any] | None = None
     instead: int | None = None
 
     @property
     def size(self) -> int:
-        """About what it takes, in bytes: short messages take far more than their text."""
-        return len(self.data) + _MODEL * len(self.raw[self.field])
+        """About what it takes, in bytes: short messages and small values take far more than their text."""
+        return self.weight + _MODEL * len(self.raw[self.field])
 
 
 class Bodies:
@@ -96,11 +100,11 @@ class Bodies:
                 if shared >= len(self._known[number].begins):  # it is continued, and has nothing that this one has not
                     known[1].instead = number
                 return known
-        value = from_json(data, allow_inf_nan=False)
-        places = _array(data, field) if isinstance(value, dict) and isinstance(value.get(field), list) else None
-        if places is None or len(data) > self._limit // 4:
+        value, weight = from_json(data, allow_inf_nan=False), _weight(data)
+        if weight > self._limit // 4 or not isinstance(value, dict) or not isinstance(value.get(field), list):
             return value, None
-        return value, Entry(owner, field, data, *places, value)
+        places = _array(data, field)
+        return value, None if places is None else Entry(owner, field, data, *places, value, weight)
 
     def keep(self, entry: Entry, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
         """``messages`` and ``tools``: the models that they were read as."""
@@ -135,7 +139,8 @@ class Bodies:
         """The body, the first ``count`` of whose messages are the entry's."""
         tail, begin = entry.data[entry.end :], entry.begins[count - 1]
         end = len(data) - len(tail)
-        if end <= begin or not data.endswith(tail):
+        weight = entry.weight - _weight(entry.data[begin : entry.end]) + _weight(data[begin:end])
+        if end <= begin or not data.endswith(tail) or weight > self._limit // 4:
             return None
         try:
             new = from_json(b'{"":[%s]}' % data[begin:end], allow_inf_nan=False)[""]
@@ -152,7 +157,12 @@ class Bodies:
         if entry.tools is not None and "tools" in raw:
             body["tools"] = entry.tools
         body.raw = raw
-        return body, Entry(entry.owner, field, data, [*entry.begins[:count], *begins], end, raw)
+        return body, Entry(entry.owner, field, data, [*entry.begins[:count], *begins], end, raw, weight)
+
+
+def _weight(data: bytes) -> int:
+    """About what the values in a text take, in bytes; commas and brackets in strings are counted with the others."""
+    return len(data) + sum(size * data.count(sign) for sign, size in _VALUES)
 
 
 def _shared(entry: Entry, data: bytes) -> int:

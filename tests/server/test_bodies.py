@@ -114,9 +114,15 @@ def test_they_are_no_more_than_is_allowed() -> None:
     for number in range(300):
         read(known, json.dumps({"n": number, "messages": ["x" * 500, 1]}).encode())
         assert known._size <= 100_000 and known._size == sum(entry.size for entry in known._known.values())
-    assert len(known._known) == 100_000 // (2 * bodies._MODEL + len(json.dumps({"n": 299, "messages": ["x" * 500, 1]})))
-    read(known, json.dumps({"messages": ["x" * 90_000, 1]}).encode())
-    assert all(len(entry.data) < 90_000 for entry in known._known.values())
+    one = json.dumps({"n": 299, "messages": ["x" * 500, 1]}).encode()
+    assert len(known._known) == 100_000 // (2 * bodies._MODEL + bodies._weight(one))
+    for large in ({"messages": ["x" * 90_000, 1]}, {"messages": [1, 2], "x": [{}] * 200}):
+        read(known, json.dumps(large).encode())
+        assert all(entry.data.startswith(b'{"n"') for entry in known._known.values())
+    for message in ("x" * 90_000, [{}] * 200):  # nor do they become so
+        read(known, json.dumps({"messages": [1, 2]}).encode())
+        read(known, json.dumps({"messages": [1, 2, message]}).encode())
+        assert known._size <= 100_000 and max(entry.weight for entry in known._known.values()) <= 25_000
     known = Bodies()
     for number in range(2 * bodies._KEPT):
         read(known, b'{"n":%d,"messages":[1]}' % number)
