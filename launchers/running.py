@@ -67,8 +67,9 @@ def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> 
     except ValueError as error:
         raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
     if not isinstance(body, dict) or (response.is_error and not any_status):
+        words = words_of(response) or response.text[:200]
         raise ServerProblem(
-            f"{url}{path} answered {response.status_code} ({response.text[:200]}): if this is ft, look at its log; "
+            f"{url}{path} answered {response.status_code} ({words}): if this is ft, look at its log; "
             "else name the right address with --url http://HOST:PORT"
         )
     return body
@@ -87,12 +88,19 @@ def ask(
     """The answer to a request that succeeded. Raises ServerProblem, with the server's own words where it refused."""
     response = _exchange(method, url, path, api_key, timeout=timeout, json=json, content=content)
     if response.is_error:
-        try:
-            words = str(response.json()["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            words = f"{url}{path} answered {response.status_code}: name the right address with --url http://HOST:PORT"
-        raise ServerProblem(words)
+        raise ServerProblem(
+            words_of(response)
+            or f"{url}{path} answered {response.status_code}: name the right address with --url http://HOST:PORT"
+        )
     return response
+
+
+def words_of(response: httpx.Response) -> str:
+    """The server's own words about what was wrong, or "" where it has none."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _exchange(

@@ -69,8 +69,9 @@ class Sessions:
             print(json.dumps(detail, indent=2, ensure_ascii=False))
             return 0
         summary, console = detail["summary"], _console()
+        requests = f"{summary['requests']:,} request{'' if summary['requests'] == 1 else 's'}"
         console.print(
-            f"session {summary['id']}, {summary['harness']}, {summary['requests']:,} requests, "
+            f"session {summary['id']}, {summary['harness']}, {requests}, "
             f"{summary['tokens']:,} tokens kept{', pinned' if summary['pinned'] else ''}"
         )
         remote = any(request.get("remote") for request in detail["requests"])
@@ -100,7 +101,7 @@ class Sessions:
         except OSError as error:
             raise ServerProblem(f"cannot read {file} ({why(error)}): name what `ft sessions export` wrote") from error
         answer = ask("POST", self.url, "/v1/sessions/import", self.api_key, content=data, timeout=None).json()
-        return self._done(answer, f"session {answer['id']}")
+        return self._done(answer, f"session {answer['id']} is taken in")
 
     def pin(self, name: str) -> int:
         return self._pin(name, "pin", "pinned: it is kept until you unpin or forget it")

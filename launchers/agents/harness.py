@@ -16,7 +16,7 @@ from launchers.agents.common import (
     state_directory,
     without_proxy,
 )
-from launchers.running import RunningServer
+from launchers.running import DEFAULT_URL, RunningServer
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ def warnings(harness: Harness, server: RunningServer, arguments: Sequence[str]) 
     lean = harness.lean.split()
     if server.context_length >= 2 * harness.first_request or (lean and lean[0] in arguments):
         return ()
-    fewer = f", or use fewer tools: ft launch {harness.name} -- {harness.lean}" if lean else ""
+    url = "" if server.url == DEFAULT_URL else f" --url {server.url}"
+    fewer = f", or use fewer tools: ft launch {harness.name}{url} -- {harness.lean}" if lean else ""
     return (
-        f"the server's context of {server.context_length} tokens is too short for {harness.title}, whose first request "
-        f"takes about {harness.first_request}: serve a model with a longer one (ft serve --model DIR){fewer}",
+        f"the server's context of {server.context_length:,} tokens is too short for {harness.title}, whose first "
+        f"request takes about {harness.first_request:,}: serve a model with a longer one (ft serve --model DIR){fewer}",
     )

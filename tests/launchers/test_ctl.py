@@ -37,7 +37,7 @@ def test_the_server_is_found_with_its_context(fake_server: FakeServer, monkeypat
     ("status", "body", "says"),
     [
         (500, {"error": {}}, "answered 500"),
-        (403, {"error": {"message": "bad Host"}}, "answered 403 .*bad Host"),
+        (403, {"error": {"message": "bad Host"}}, r"answered 403 \(bad Host\)"),
         (200, {"data": []}, "is not ft"),
         (200, {"data": [{"id": "llama"}]}, "no context length"),
         (200, {"data": [{"id": "local-moe", "context_length": 0}]}, "no worker yet.*ft ctl health"),

@@ -111,6 +111,8 @@ def test_claude_leaves_most_of_a_small_context_to_the_prompt() -> None:
     assert small.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2048"
     assert small.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
     assert "too short for Claude Code" in small.warnings[0] and "ft serve --model" in small.warnings[0]
+    assert "8,192 tokens" in small.warnings[0]
+    assert "ft launch claude --url http://127.0.0.1:1 -- --tools" in small.warnings[0]
     fewer = plan(claude.HARNESS, RunningServer("http://127.0.0.1:1", "m", 8192), ("--tools", "Bash"), ENVIRON)
     assert fewer.warnings == ()
 

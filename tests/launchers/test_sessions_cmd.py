@@ -61,9 +61,13 @@ def test_list(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_timeline(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert ft(server, "show", "3fa") == 0
-    *_, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    session, *_, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert session[3:5] == ["1,234", "requests,"]
     assert first[4:] == ["·" * BAR, "0", "1,000", "first_request"]
     assert second[4:] == ["▒" * 15 + "x" + "·", "1", "64", "none"]
+    server.answers[f"/v1/sessions/{IDS[0]}"][1]["summary"]["requests"] = 1
+    assert ft(server, "show", "3fa") == 0
+    assert ", 1 request, " in capsys.readouterr().out
 
 
 def test_a_bar_is_to_scale_and_hides_nothing() -> None:
