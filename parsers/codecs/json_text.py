@@ -168,6 +168,8 @@ class JsonCallReader:
             character = yield from source.peek()
             if character == ",":
                 source.advance(1)
+                yield from source.space()
+                seen.lost = seen.lost or (yield from source.peek()) == "}"
             elif character == '"':
                 yield from self._member(source, call, seen, nested)
             elif character == "}":

@@ -159,6 +159,7 @@ def test_report_39_the_next_parameter_closes_one_without_closer(name: str) -> No
         ("llama4", "<|python_start|>[f(1, 2)]<|python_end|>"),
         ("lfm2", "<|tool_call_start|>[f(n=open('x'))]<|tool_call_end|>"),
         ("hermes", '<tool_call>{"name": "f", "args": {"s": "x"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f",}"arguments": {"s": "x"}}</tool_call>'),
         ("mistral_v3", '[TOOL_CALLS][{"name": "f", "s": "x", "id": "call00001"}]'),
         ("llama3", '{"name": "f", "param": {"s": "x"}}'),
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js\n{}\n```<｜tool▁call▁end｜>"),
