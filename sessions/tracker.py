@@ -6,6 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parsers.conversation import Conversation
 from parsers.load import Family
@@ -235,9 +236,8 @@ class Sessions:
         steps = self._restore(session, branch.name, conversation, turns, (walk, common))
         if count:
             self._verdicts.update([found.verdict for _, found in steps.found])
-            journal, tools = session.journal, conversation.tools
-            made = Walk(conversation.turns, turns, scope, first, links, journal, branch.name, tools, steps)
-            self._walks.keep(made, walk)
+        journal, tools = session.journal, conversation.tools
+        made = Walk(conversation.turns, turns, scope, first, links, journal, branch.name, tools, steps)
         restored = replace(conversation, turns=tuple(steps.turns))
         worth = priorities(self._habits.get(harness.name, {}))
         elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
@@ -256,11 +256,13 @@ class Sessions:
             worth,
             self._foretold.get(harness.name, ()) + self._leads.get(harness.name, ()),
             elsewhere,
+            partial(self._walks.keep, made, walk),
         )
 
     def _accept(self, place: Place) -> Place:
         """Writes down that a request belongs where it was placed. The session may have been forgotten since, or made
         by a request that came at the same time."""
+        place.keep_walk()
         known = place.session
         session = self._sessions.get(known.id)
         if session is None:

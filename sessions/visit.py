@@ -64,7 +64,8 @@ class Place:
     (see ``exact``), ``head`` is the digest of its system text and tools, ``scope`` its prefix index and ``keys`` its
     own entries there (empty where the client names its threads), ``priorities`` what anchors are worth to its harness,
     ``leads`` what leads to where its openings part.
-    ``elsewhere``: tokens of another tokenizer or template are remembered of it.
+    ``elsewhere``: tokens of another tokenizer or template are remembered of it. ``keep_walk``: remembers what was found
+    out about the turns, where nothing was forgotten since.
     Session and branch, where they are new, are known to nobody else until the request was accepted."""
 
     session: Session
@@ -79,8 +80,9 @@ class Place:
     head: bytes
     keys: tuple[bytes, ...]
     priorities: Mapping[str, float]
-    leads: Leads = ()
-    elsewhere: bool = False
+    leads: Leads
+    elsewhere: bool
+    keep_walk: Callable[[], None]
 
     @property
     def kind(self) -> Kind:

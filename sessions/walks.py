@@ -14,6 +14,8 @@ from sessions.digest import TurnDigest
 from sessions.exact import Journal, Restored
 
 _KEPT = 32
+_TURNS = 1 << 16
+"""Of all that are kept; each takes a kilobyte or two beside its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Walks:
         if _common(walk.turns, instead.turns) >= len(instead.turns) - 1 and instead in self._known:
             self._known.remove(instead)
         self._known.append(walk)
+        while sum(len(one.turns) for one in self._known) > _TURNS:
+            self._known.popleft()
 
 
 def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:

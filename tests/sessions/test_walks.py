@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from sessions.tracker import RequestMeta, Sessions, Visit
-from sessions.walks import Walks
+from sessions.walks import _TURNS, Walk, Walks
 
 TOOLS = (Tool("look", "Looks.", {"type": "object", "properties": {"n": {"type": "integer"}}}), Tool("wait"))
 TEXTS = st.sampled_from(["a", "b", "", " a\n", "Done."])
@@ -95,3 +95,27 @@ def test_a_session_that_is_forgotten_is_not_walked_again(family: Any) -> None:
     visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
     assert sessions._walks.find(asked)[1] == 3
     assert sessions.forget(visit.session_id) and sessions._walks.find(asked)[1] == 0
+
+
+def test_what_is_refused_is_not_remembered(family: Any) -> None:
+    """Nor what was forgotten while it was asked for."""
+    sessions = Sessions(family)
+    asked = Conversation((Turn("user", (Text("Q"),)), Turn("assistant", (Text("A"),)), Turn("user", (Text("Q"),))))
+    visit = ask(sessions, family, asked, RequestMeta("chat", session_hint="s"))
+    assert not sessions._walks._known
+    prompt = family.render(asked)
+    visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    assert len(sessions._walks._known) == 1
+    late = ask(sessions, family, asked, RequestMeta("chat", session_hint="s"))
+    assert sessions.forget(visit.session_id)
+    late.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    assert not sessions._walks._known
+
+
+def test_they_are_no_more_turns_than_is_allowed() -> None:
+    walks = Walks()
+    for number in range(9):
+        walks.keep(Walk((Turn("user", (Text(str(number)),)),) * (_TURNS // 4)), Walk())
+        assert len(walks._known) == min(number + 1, 4)
+    walks.keep(Walk((Turn("user", (Text("Q"),)),) * (_TURNS + 1)), Walk())
+    assert not walks._known
