@@ -30,6 +30,9 @@ A checkpoint belongs to the family that its chat template and its vocabulary fit
 that is, and why it is no other; `ft serve --family NAME` decides where that cannot be told. A model of no family is
 served where its tokenizer has a `response_template`.
 
+ft itself computes models of three architectures only, which the README names; the other families are for models that an
+SGLang or vLLM server computes behind it (`ft serve --engine`).
+
 What survives a new user turn is the template's doing, so it is found anew for each checkpoint. The table says what was
 found with our encoders and with the templates of our tests.
 
