@@ -71,6 +71,8 @@ def response_format(template: Mapping[str, Any], encoder: Encoder) -> Format:
             raise ResponseTemplateError(f"the field {name!r} is not understood")
         if unknown := sorted(set(field) - _KEYS):
             raise ResponseTemplateError(f"{name}: {unknown[0]!r} is not known")
+        if not isinstance(field.get("content_args", {}), dict):
+            raise ResponseTemplateError(f"{name}: content_args {field['content_args']!r} is not understood")
     if "tool_calls" not in fields:
         raise ResponseTemplateError("it says nothing of tool calls")
     thinking = next((fields[name] for name in _THINKING if name in fields), None)
@@ -137,9 +139,10 @@ def _arguments(content: object, options: Mapping[str, Any]) -> Codec:
         quotes = options.get("string_delims")
         if not quotes:
             return Json()
-        if len(quotes) != 1 or quotes[0][0] != quotes[0][1] or not options.get("unquoted_keys"):
-            raise ResponseTemplateError(f"tool_calls: strings between {quotes!r} are not understood")
-        return Literals(quote=quotes[0][0])
+        match quotes:
+            case [[str(quote), str(closing)]] if quote and quote == closing and options.get("unquoted_keys"):
+                return Literals(quote)
+        raise ResponseTemplateError(f"tool_calls: strings between {quotes!r} are not understood")
     if content != "xml-inline" or options.get("merge_duplicates"):
         what = "repeated tags that make a list" if content == "xml-inline" else f"content {content!r}"
         raise ResponseTemplateError(f"tool_calls: {what} for arguments are not understood")

@@ -173,6 +173,11 @@ def test_what_metadata_says_wrongly_is_a_reason(checkpoint: Callable[[str, dict[
             {"fields": {"tool_calls": SHAPES["named"] | {"content_args": {"string_delims": [["<", ">"]]}}}},
             "strings between",
         ),
+        (
+            {"fields": {"tool_calls": SHAPES["named"] | {"content_args": {"string_delims": ["<"]}}}},
+            "strings between",
+        ),
+        ({"fields": {"tool_calls": SHAPES["named"] | {"content_args": "x"}}}, "content_args 'x'"),
         ({"fields": {"thinking": {"open": "<"}, "tool_calls": SHAPES["json"]}}, "thinking: only text"),
         ({"start_anchor": "<|none|>"}, "does not put '<|none|>' before"),
     ],
