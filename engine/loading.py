@@ -136,7 +136,7 @@ def load_engine(
     if context > architecture.context:
         raise BadConfig(f"context_length {context} is above the model's {architecture.context}; lower it")
     checkpoint = _Checkpoint(directory, raw, architecture, context)
-    progress("weights", 0, 1)
+    progress("device", 0, 1)
     built = _on_device(config, checkpoint, machine, progress) or _on_cpu(config, checkpoint, progress)
     return _engine(config, checkpoint, built, progress, open_store)
 

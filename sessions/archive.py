@@ -46,7 +46,7 @@ def load(text: str, identity: bytes, limits: Limits) -> Session:
     except ArchiveError:
         raise
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise ArchiveError(f"not a session archive: {error!r}") from error
+        raise ArchiveError(f"not a session archive ({error})") from error
     return session
 
 
