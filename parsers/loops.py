@@ -52,6 +52,8 @@ _SCALARS = (type(None), bool, int, float, str)
 _NEVER = 1 << 60
 _KEPT = 8
 """Renderings remembered of each loop."""
+_ITEMS = 1 << 15
+"""Messages of them, all together."""
 _NOTHING = object()
 _Field = tuple[str, str]
 """A variable and its attribute; without one ("") the variable itself."""
@@ -183,7 +185,10 @@ class Loops:
 
     def remember(self, number: int, record: Record) -> None:
         with self._lock:
-            self._known[number].append(record)
+            known = self._known[number]
+            known.append(record)
+            while sum(len(one.items) for one in known) > _ITEMS:
+                known.popleft()
 
     def forget(self) -> None:
         with self._lock:

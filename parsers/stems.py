@@ -23,7 +23,9 @@ _LITTLE = 4096
 _MANY_TURNS = 4000
 """A template may go through all turns again, some microseconds each."""
 _BYTES = 32 << 20
-"""Of text and tokens of stems that are kept, about."""
+"""Of stems that are kept, about."""
+_TURN = 1024
+"""Bytes of a turn, beside its text and tokens: short ones take far more than those."""
 
 
 @dataclass(frozen=True)
@@ -128,4 +130,4 @@ class Stems:
             self._known.clear()
 
     def _size(self) -> int:
-        return sum(len(stem.text) + len(stem.written.packed) for stem in self._known)
+        return sum(len(one.text) + len(one.written.packed) + _TURN * len(one.turns) for one in self._known)

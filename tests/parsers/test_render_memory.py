@@ -287,3 +287,16 @@ def test_what_has_little_news_goes_on(name: str) -> None:
     long = Conversation((*second.turns, news[0], user("y" * 5000)))
     assert one.render_on(long) is None, "it has much to tokenize"
     assert one.render(long) == one.render(long, prefix_ok=False)
+
+
+def test_short_turns_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parsers.stems._BYTES", 64 << 10)
+    monkeypatch.setattr("parsers.loops._ITEMS", 100)
+    one = family("qwen38")
+    one.forget()
+    stems, template = one._renderer._stems, one._renderer._template
+    assert isinstance(template, ChatTemplate)
+    for number in range(8):
+        one.render(Conversation((user(str(number)), *(Turn("assistant", (Text("A"),)), user("R")) * 20)))
+        assert 0 < sum(len(stem.turns) for stem in stems._known) <= 64
+        assert 0 < max(sum(len(one.items) for one in known) for known in template._loops._known) <= 100
