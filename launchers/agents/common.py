@@ -141,7 +141,9 @@ def exports(launch: Launch, inherited: Mapping[str, str], key_file: Path | None)
     """The environment for a shell to evaluate. A key is not shown: it is read there from where it is kept, the file or
     FT_API_KEYS, as ``KEY`` or ``NAME KEY`` on a line."""
     first = "awk 'NF && $1 !~ /^#/ { print $NF; exit }'"
-    kept = f"{first} {shlex.quote(str(key_file.absolute()))}" if key_file else f"printf %s \"$FT_API_KEYS\" | tr , '\\n' | {first}"
+    kept = f"printf %s \"$FT_API_KEYS\" | tr , '\\n' | {first}"
+    if key_file:
+        kept = f"{first} {shlex.quote(str(key_file.absolute()))}"
     read = f'"$({kept})"'
     lines = [f"unset {name}" for name in launch.removed if name in inherited and name not in launch.environment]
     for name, value in sorted(launch.environment.items()):
