@@ -354,7 +354,7 @@ def test_the_rates_seen_decide(tiny: Callable[..., Path], monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(Pace, "hides", lambda _, *what, answer=overlapped: asked.append(what) or answer)
             patch.setattr(Pace, "read", lambda _, size, seconds, told=told: told.append(("read", size)))
-            patch.setattr(Pace, "fed", lambda _, count, seconds, told=told: told.append(("fed", count)))
+            patch.setattr(Pace, "fed", lambda _, count, seconds, beside, told=told: told.append(("fed", count)))
             bench = Bench(directory, store)
             bench.ask(tokens, SHORT, session="s")
         size = int(bench.stats()["restored_bytes"])
