@@ -121,7 +121,7 @@ def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     lines = (
         "ft serve",
         "ft serve --model ~/models/Qwen3-30B-A3B --kv-bytes 8g",
-        "ft serve --model ~/models/Qwen3-30B-A3B --expert-format mxfp4 --gpu-bytes 12g",
+        "ft serve --model ~/models/Qwen3-30B-A3B --device cuda --expert-format mxfp4 --gpu-bytes 12g",
         "ft serve --host 0.0.0.0 --api-key-file keys.txt",
         "ft serve --model ~/models/Qwen3-30B-A3B --engine http://gpu-box:30000",
     )

@@ -220,7 +220,7 @@ def _refuse_combinations(made: ServeSettings) -> None:
     idle = [name for name in GPU if getattr(made, name) != ServeSettings.model_fields[name].default]
     if made.device == "cpu" and idle:
         flags = ", ".join(map(flag_of, idle))
-        raise ServerProblem(f"{flags}: for serving from a GPU alone; leave it out, or --device cpu")
+        raise ServerProblem(f"{flags}: for serving from a GPU alone; add --device cuda, or leave it out")
     if made.split is not None and made.experts != "hybrid":
         raise ServerProblem(f"--split {made.split:g}: for --experts hybrid alone; add that, or leave it out")
     if made.device == "cuda" and made.kernels != "native":
