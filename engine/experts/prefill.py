@@ -21,6 +21,7 @@ from engine.experts.split import Split
 from engine.experts.waves import TAIL, Fetches, Waves
 from engine.kernels import experts as kernels
 from engine.kernels import grouped, waves
+from engine.kernels.pairs import Ordered
 
 CHUNK = 8192
 """Rows of one product at most: what lies between the products takes memory."""
@@ -91,12 +92,12 @@ class Prefill:
             self._probe.mark("begin")
         ahead = self._come_ahead(layer)
         parts = self._sorted(x, ids, weights)
-        counts = torch.stack([part.start.diff() for part in parts]).sum(dim=0, dtype=torch.int32)
+        counts = parts[0].pairs.counts if len(parts) == 1 else _sum([part.pairs.counts for part in parts])
         waves.divide(residency, self.waves, counts, layer, at[0], ahead=ahead, cpu=self._cpu_takes(rows))
         if self._cpu_takes(rows):
             self._ask(x, ids, weights, layer)
 
-        y, last = torch.zeros_like(x), -(-self._pool.experts // self._half)
+        y, last = torch.empty_like(x), -(-self._pool.experts // self._half)
         beside = ahead and last == 1
         if ahead and not beside:  # a half is full of what came ahead
             last -= 1
@@ -115,7 +116,7 @@ class Prefill:
             if timed:
                 self._probe.mark("computes")
             for part in parts:
-                self._compute(part, at[wave % 2], y)
+                self._compute(part, at[wave % 2], y, add=wave > 0)
             if timed:
                 self._probe.mark("computed")
 
@@ -167,18 +168,17 @@ class Prefill:
         return brought == layer
 
     def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> list[_Part]:
-        return [
-            _Part(
-                at, grouped.arrange(x[at], self._pool.layout, self._product), ids[at], weights[at],
-                *grouped.sort_pairs(ids[at], self._pool.experts),
-            )
-            for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK))
-        ]  # fmt: skip
+        layout, parts = self._pool.layout, []
+        for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK)):
+            some, arranged = ids[at], grouped.arrange(x[at], layout, self._product)
+            inner, out = (arranged.new_empty(some.numel(), size) for size in (layout.inner, layout.hidden))
+            ordered = grouped.sort_pairs(some, self._pool.experts)
+            parts.append(_Part(at, arranged, some, weights[at], ordered, inner, out))
+        return parts
 
     def _ask(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> None:
         """The CPU for its experts of all rows."""
-        chosen = self.waves.on_cpu[ids.clamp(min=0).long()].bool() & (ids >= 0)
-        plan = torch.stack((torch.where(chosen, ids, -1), torch.zeros_like(ids)), dim=2)
+        plan = waves.left(ids, self.waves)
         request = Decision(slot=ids, gpu_parts=ids, plan=plan, fetch=ids, counts=self.waves.asked)
         kernels.publish(x, weights, request, layer, self._arrivals, self._mailbox, self._executor.layout)
 
@@ -189,7 +189,7 @@ class Prefill:
         waves.take(
             self._residency, self.waves, self._now, counts, layer, where, base, self._half, first=first, ahead=False
         )
-        return self._side.run(lambda: self._fetch(self._now))
+        return self._side.run(lambda stream: self._fetch(self._now, stream))
 
     def _bring_ahead(self, counts: Tensor, layer: int, *, beside: bool) -> None:
         """The first wave of a layer, into the half of this turn; beside what the layer before it still missed, which is
@@ -198,31 +198,35 @@ class Prefill:
         waves.take(
             self._residency, self.waves, self._next, counts, layer, where, base, self._half, first=beside, ahead=True
         )
-        self._ahead = layer, self._side.run(lambda: self._fetch(self._next))
+        self._ahead = layer, self._side.run(lambda stream: self._fetch(self._next, stream))
 
-    def _fetch(self, fetches: Fetches) -> None:
-        waves.fetch(self._from_pool, self._pool.stride, self._slots, fetches, self._pool.layout.nbytes)
+    def _fetch(self, fetches: Fetches, stream: int | None) -> None:
+        waves.fetch(self._from_pool, self._pool.stride, self._slots, fetches, self._pool.layout.nbytes, stream)
 
-    def _compute(self, part: _Part, where: Tensor, y: Tensor) -> None:
-        """Add what the experts at ``where`` give."""
-        layout, pairs = self._pool.layout, part.ids.numel()
-        groups = grouped.Groups(part.order, part.start, where)
-        inner, out = part.x.new_empty(pairs, layout.inner), part.x.new_empty(pairs, layout.hidden)
-        grouped.gate_up(part.x, self._slots, layout, groups, inner)
-        grouped.down(inner, self._slots, layout, groups, out)
-        grouped.combine_pairs(out, part.ids, where, part.weights, y[part.rows], add=True)
+    def _compute(self, part: _Part, where: Tensor, y: Tensor, *, add: bool) -> None:
+        """What the experts at ``where`` give, in place of what y has or added to it."""
+        layout, groups = self._pool.layout, grouped.Groups(part.pairs.order, part.pairs.start, where)
+        grouped.gate_up(part.x, self._slots, layout, groups, part.inner)
+        grouped.down(part.inner, self._slots, layout, groups, part.out)
+        grouped.combine_pairs(part.out, part.ids, where, part.weights, y[part.rows], add=add)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a call whose pairs are sorted together; ``x`` as ``grouped.arrange`` gives it."""
+    """Rows of a call whose pairs are sorted together; ``x`` as ``grouped.arrange`` gives it; ``inner`` and ``out``: for
+    what lies between products."""
 
     rows: slice
     x: Tensor
     ids: Tensor
     weights: Tensor
-    order: Tensor
-    start: Tensor
+    pairs: Ordered
+    inner: Tensor
+    out: Tensor
+
+
+def _sum(counts: list[Tensor]) -> Tensor:
+    return torch.stack(counts).sum(dim=0, dtype=torch.int32)
 
 
 class _Side:
@@ -232,14 +236,13 @@ class _Side:
         self._device = device
         self._stream = _stream(device) if device.type == "cuda" else None
 
-    def run(self, work: Callable[[], object]) -> torch.Event | None:
-        """After all that the current stream has so far. -> when it is done."""
+    def run(self, work: Callable[[int | None], object]) -> torch.Event | None:
+        """``work``, given the stream's handle, after all that the current stream has so far. -> when it is done."""
         if self._stream is None:
-            work()
+            work(None)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()
+        work(self._stream.cuda_stream)
         event: torch.Event = self._stream.record_event()
         return event
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import recurrent
+from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.limits import shared_memory
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
@@ -253,20 +254,22 @@ def gated_delta(
     keys = v.new_empty(2, rows, key_heads, key_dim, dtype=half)
     from_keys, from_queries = v.new_empty(2, 2, rows, heads, key_dim, dtype=half)
     added, fades = torch.empty_like(out), v.new_empty(rows, heads, 2)
-    group, wide = heads // key_heads, max(16, triton.next_power_of_2(key_dim))
-    values = max(16, triton.next_power_of_2(value_dim))
-    _within[(tiles(rows, batch, CHUNK), heads)](
+    group, wide = heads // key_heads, max(16, next_power_of_2(key_dim))
+    values = max(16, next_power_of_2(value_dim))
+    launch(
+        _within, (tiles(rows, batch, CHUNK), heads),
         q, k, v, decay, beta, keys, from_keys, from_queries, added, out, fades, batch.segments,
         batch.segments.shape[0], group, heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
         from_keys.stride(0), keys.stride(0), key_dim**-0.5,
         CHUNK=CHUNK, BLOCKS=BLOCKS, SEGMENTS=segments_of(batch), KEYS=wide, VALUES=values,
-        SLICE=min(tiling.slice, wide, values), num_warps=4,
+        SLICE=min(tiling.slice, wide, values), num_warps=4, early=False,
     )  # fmt: skip
-    _along[(batch.segments.shape[0], heads, triton.cdiv(value_dim, tiling.values))](
+    launch(
+        _along, (batch.segments.shape[0], heads, cdiv(value_dim, tiling.values)),
         keys, from_keys, from_queries, added, out, fades, state, batch.segments, snapshots,
         group, heads, key_dim, value_dim, from_keys.stride(0), keys.stride(0), state.stride(0),
         CHUNK=CHUNK, SNAPSHOTS=snapshots.shape[0], KEYS=wide, VALUES=tiling.values,
-        num_warps=4, num_stages=tiling.stages,
+        num_warps=4, num_stages=tiling.stages, early=False,
     )  # fmt: skip
     if snapshots.shape[0]:
         recurrent.gated_delta(q, k, v, decay, beta, state, tails)

@@ -11,6 +11,8 @@ numbered from ``start[e] // tile + e`` on, so some numbers have none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.experts.layout import BLOCK, MOST_PARTS, Layout
+from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.limits import shared_memory
+from engine.kernels.pairs import combine_pairs, sort_pairs
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,10 @@ TILES = {
     "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
 }
 """The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""
-SUMS, ARRANGED = 1024, 2048
-"""Numbers that one program adds up, or puts in order."""
+ARRANGED = 2048
+"""Numbers that one program puts in order."""
 
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
-
-
-def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """``order`` and ``start`` of ``Groups``; rows of an expert stay in order. ids int32 [rows, k], -1 for none."""
-    keys = torch.where(ids < 0, experts, ids).flatten().to(torch.int16)
-    ordered, order = torch.sort(keys, stable=True)
-    edges = torch.arange(experts + 1, dtype=torch.int16, device=ids.device)
-    return order.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
 
 
 @triton.jit
@@ -313,8 +309,8 @@ def arrange(x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     what ``gate_up`` takes, and gives as what ``down`` takes."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
-        blocks = triton.cdiv(x.numel(), ARRANGED)
-        _arrange[(blocks,)](x, out, x.numel(), KIND=_KINDS[layout.format.name], BLOCK=ARRANGED, num_warps=4)
+        blocks, kind = cdiv(x.numel(), ARRANGED), _KINDS[layout.format.name]
+        launch(_arrange, (blocks,), x, out, x.numel(), KIND=kind, BLOCK=ARRANGED, num_warps=4, early=False)
     return out
 
 
@@ -334,62 +330,58 @@ def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) 
 def _launch(
     x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor, ranks: int, *, down: bool
 ) -> None:  # fmt: skip
-    pairs, experts, name = groups.order.shape[0], groups.slot.shape[0], layout.format.name
+    pairs, experts = groups.order.shape[0], groups.slot.shape[0]
     size = FEW if pairs <= 16 * experts else SOME if pairs <= 64 * experts else MANY
     if size == MANY and shared_memory(groups.order.device) < 200 << 10:
         size = SOME
-    tile, columns = TILES[name][size], layout.hidden if down else 2 * layout.inner
-    wide = min(tile.columns, triton.next_power_of_2(columns))
+    plan = _plan(layout, TILES[layout.format.name][size], experts, down)
+    launch(
+        _product, (plan.blocks, pairs // plan.pairs + experts),
+        x, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4, experts, ranks,
+        layout.hidden, layout.inner, *plan.sections, **plan.constants, early=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What of a product follows from sizes alone. ``sections``: bounds and offsets."""
+
+    blocks: int
+    pairs: int
+    sections: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: Layout, tile: Tile, experts: int, down: bool) -> _Plan:
+    name, columns = layout.format.name, layout.hidden if down else 2 * layout.inner
+    wide = min(tile.columns, next_power_of_2(columns))
     even = all(bound % tile.k == 0 for bound in layout.bounds) if down else layout.hidden % tile.k == 0
     missing = MOST_PARTS - layout.parts  # bounds and offsets are as of four parts, the last ones empty
     bounds = [bound // BLOCK for bound in layout.bounds[1:]] + [layout.inner // BLOCK] * missing
     offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
-    _product[(triton.cdiv(columns, wide), pairs // tile.pairs + experts)](
-        x, slots.view(torch.int32), groups.order, groups.start, groups.slot, out, slots.shape[1] // 4, experts, ranks,
-        layout.hidden, layout.inner, *bounds, *offsets,
-        DOWN=down, KIND=_KINDS[name], WORDS=layout.format.block_bytes // 4, EXPERTS=triton.next_power_of_2(experts),
-        PAIRS=tile.pairs, SMALL=tile.small, COLUMNS=wide, K=tile.k if even else BLOCK,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-@triton.jit
-def _combine_pairs(
-    out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(RANKS):
-        pair = row * RANKS + rank
-        expert = tl.load(ids + pair)
-        slot = tl.load(slot_of + expert, mask=expert >= 0, other=-1)
-        here = (at < hidden) & (slot + 0 * at >= 0)
-        part = tl.load(out + pair * hidden + at, mask=here, other=0.0).to(tl.float32)
-        total += tl.load(weights + pair) * part
-    if ADD:
-        total += tl.load(y + row * hidden + at, mask=at < hidden, other=0.0)
-    tl.store(y + row * hidden + at, total, mask=at < hidden)
-
-
-def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor, *, add: bool = False) -> None:
-    """y [rows, hidden] = sum over ranks, in order, of weights [rows, k] * out [rows * k, hidden] of the pairs whose
-    expert has a slot; ``add``: to what y has. ids int32 [rows, k]; ``slot`` as in ``Groups``."""
-    (rows, ranks), hidden = ids.shape, y.shape[1]
-    block = min(SUMS, triton.next_power_of_2(hidden))
-    if rows:
-        _combine_pairs[(rows, triton.cdiv(hidden, block))](
-            out, ids, slot, weights, y, hidden, RANKS=ranks, ADD=add, BLOCK=block, num_warps=4
-        )
+    constants = {
+        "DOWN": down, "KIND": _KINDS[name], "WORDS": layout.format.block_bytes // 4,
+        "EXPERTS": next_power_of_2(experts), "PAIRS": tile.pairs, "SMALL": tile.small, "COLUMNS": wide,
+        "K": tile.k if even else BLOCK, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    return _Plan(cdiv(columns, wide), tile.pairs, (*bounds, *offsets), constants)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tensor) -> Tensor:
     """As ``Ops.experts``, of experts that are all in ``slots`` uint8 [experts, stride], in order; ids may be -1."""
     count, half = slots.shape[0], torch.bfloat16 if x.is_cuda else x.dtype
-    every = torch.arange(count, dtype=torch.int32, device=x.device)
-    groups = Groups(*sort_pairs(ids, count), every)
+    every, ordered = _every(count, x.device), sort_pairs(ids, count)
+    groups = Groups(ordered.order, ordered.start, every)
     inner = x.new_empty(ids.numel(), layout.inner, dtype=half)
     out, y = x.new_empty(ids.numel(), layout.hidden, dtype=half), torch.empty_like(x)
     gate_up(arrange(x, layout, half), slots, layout, groups, inner)
     down(inner, slots, layout, groups, out)
     combine_pairs(out, ids, every, weights, y)
     return y
+
+
+@lru_cache(maxsize=8)
+def _every(count: int, device: torch.device) -> Tensor:
+    """Slots of experts that are all there."""
+    return torch.arange(count, dtype=torch.int32, device=device)

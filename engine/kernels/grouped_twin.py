@@ -10,15 +10,17 @@ from torch import Tensor
 
 from engine.experts.layout import Layout
 from engine.kernels.grouped import Groups
+from engine.kernels.pairs import Ordered
 
 
-def sort_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def sort_pairs(ids: Tensor, experts: int) -> Ordered:
     flat = ids.flatten().tolist()
     known = [expert if expert >= 0 else experts for expert in flat]
     order = sorted(range(len(flat)), key=lambda pair: (known[pair], pair))
     known.sort()
     start = [bisect_left(known, expert) for expert in range(experts + 1)]
-    return torch.tensor(order, dtype=torch.int32), torch.tensor(start, dtype=torch.int32)
+    first = torch.tensor(start, dtype=torch.int32)
+    return Ordered(torch.tensor(order, dtype=torch.int32), first, first.diff())
 
 
 def arrange(x: Tensor, _layout: Layout, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.kernels.attention import LOG2_E
+from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.limits import shared_memory
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
@@ -148,23 +149,25 @@ def attention(
         return out
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
     tiling = tiling or _tiling(k_pages)
-    group, dim = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(head_dim))
+    group, dim = next_power_of_2(heads // kv_heads), max(16, next_power_of_2(head_dim))
     tokens = max(1, tiling.rows // group)
     numbers = tiles(rows, batch, tokens)
     parts = max(1, min(PROGRAMS // (numbers * kv_heads), width // LEAST))
     partial = q.new_empty(parts, rows, heads, head_dim) if parts > 1 else out
     highest, sums = q.new_empty(2, parts, rows, heads)
-    _attend[(numbers, kv_heads, parts)](
+    launch(
+        _attend, (numbers, kv_heads, parts),
         q.to(k_pages.dtype), k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,
         count, width, rows, heads, kv_heads, head_dim, scale * LOG2_E,
         PAGE=PAGE, KEYS=tiling.keys, TOKENS=tokens, GROUP=group, SEGMENTS=segments_of(batch),
         DIM=dim, SPLIT=parts > 1,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages, early=False,
     )  # fmt: skip
     if parts > 1:
-        _add_up[(triton.cdiv(rows * heads, SUMS),)](
-            partial, highest, sums, out, rows * heads, parts, head_dim, ROWS=SUMS, DIM=dim, num_warps=4
-        )
+        launch(
+            _add_up, (cdiv(rows * heads, SUMS),), partial, highest, sums, out, rows * heads, parts, head_dim,
+            ROWS=SUMS, DIM=dim, num_warps=4, early=False,
+        )  # fmt: skip
     return out
 
 

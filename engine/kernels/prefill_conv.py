@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import cdiv, launch
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
 
@@ -69,14 +70,16 @@ def _states(
 def conv(x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
     """As ``Ops.conv``, for any number of rows of any number of sequences."""
     out, (channels, width), count = x.new_empty(x.shape), weight.shape, batch.segments.shape[0]
-    blocks = triton.cdiv(channels, CHANNELS)
+    blocks = cdiv(channels, CHANNELS)
     if x.numel():
-        _conv[(tiles(x.shape[0], batch, ROWS), blocks)](
+        launch(
+            _conv, (tiles(x.shape[0], batch, ROWS), blocks),
             x, weight, state, out, batch.segments, count, channels, x.stride(0), state.stride(0),
-            WIDTH=width, ROWS=ROWS, CHANNELS=CHANNELS, SEGMENTS=segments_of(batch), num_warps=4,
+            WIDTH=width, ROWS=ROWS, CHANNELS=CHANNELS, SEGMENTS=segments_of(batch), num_warps=4, early=False,
         )  # fmt: skip
-        _states[(count, blocks)](
+        launch(
+            _states, (count, blocks),
             x, state, batch.segments, batch.snapshots, channels, x.stride(0), batch.snapshots.shape[0],
-            state.stride(0), KEEP=width - 1, CHANNELS=CHANNELS, num_warps=4,
+            state.stride(0), KEEP=width - 1, CHANNELS=CHANNELS, num_warps=4, early=False,
         )  # fmt: skip
     return out

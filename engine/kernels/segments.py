@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import next_power_of_2
 from engine.layers.ops import Batch
 
 
@@ -34,4 +35,4 @@ def tiles(rows: int, batch: Batch, tile: int) -> int:
 
 def segments_of(batch: Batch) -> int:
     """``SEGMENTS``."""
-    return int(triton.next_power_of_2(max(1, batch.segments.shape[0])))
+    return next_power_of_2(batch.segments.shape[0])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.experts.residency import ENTRIES, OLDEST, ONE, SHIFT, SPAN, WINDOW, Residency
 from engine.experts.waves import Fetches, Waves
+from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.resolve import FREE, NEVER
 
 CHUNK = 32
@@ -91,10 +92,12 @@ def divide(
     state: Residency, waves: Waves, counts: Tensor, layer: int, where: Tensor, *, ahead: bool, cpu: bool
 ) -> None:
     """As the function of the same name in engine.experts.waves, for contiguous tensors on the device."""
-    _divide[(1,)](
+    launch(
+        _divide, (1,),
         counts, state.slot_of, waves.costs, waves.brought, state.counters, waves.todo, waves.on_cpu, where, waves.asked,
         waves.told, layer, state.experts, state.parts,
         EXPERTS=_experts(state), CHUNK=CHUNK, AHEAD=ahead, CPU=cpu, HALF=ONE // 2, LONG=_LONG, num_warps=8,
+        early=False,
     )  # fmt: skip
 
 
@@ -157,10 +160,12 @@ def take(
     *, first: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """As the function of the same name in engine.experts.waves."""
-    _take[(1,)](
+    launch(
+        _take, (1,),
         counts, state.slot_of, state.owner, waves.todo, waves.brought, where, fetches.fetch, fetches.counts,
         state.counters, state.part_bytes, layer, state.experts, state.parts, base, room,
-        EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=triton.next_power_of_2(room), FIRST=first, AHEAD=ahead, num_warps=8,
+        EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=next_power_of_2(room), FIRST=first, AHEAD=ahead, num_warps=8,
+        early=False,
     )  # fmt: skip
 
 
@@ -235,11 +240,12 @@ def _keep(
 def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int) -> None:
     """As the function of the same name in engine.experts.waves."""
     tail, ranks = ids.shape
-    _keep[(1,)](
+    launch(
+        _keep, (1,),
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.limit, state.pace, state.bump,
         waves.seeds, waves.moves, waves.moved, layer, state.experts, ranks, tail, rows, ring,
-        EXPERTS=_experts(state), RANKS=triton.next_power_of_2(ranks), CHUNK=CHUNK, WINDOW=WINDOW, SPAN=SPAN,
-        SHIFT=SHIFT, ENTRIES=ENTRIES, OLDEST=OLDEST, FREE=FREE, NEVER=NEVER, num_warps=8,
+        EXPERTS=_experts(state), RANKS=next_power_of_2(ranks), CHUNK=CHUNK, WINDOW=WINDOW, SPAN=SPAN,
+        SHIFT=SHIFT, ENTRIES=ENTRIES, OLDEST=OLDEST, FREE=FREE, NEVER=NEVER, num_warps=8, early=False,
     )  # fmt: skip
 
 
@@ -256,12 +262,13 @@ def _fetch(pool, slots, fetch, counts, words, length, PROGRAMS: tl.constexpr, WO
             tl.store(slots + (to + at), data, mask=at < length)
 
 
-def fetch(pool: int, stride: int, slots: Tensor, fetches: Fetches, nbytes: int) -> None:
+def fetch(pool: int, stride: int, slots: Tensor, fetches: Fetches, nbytes: int, stream: int | None) -> None:
     """Copy what ``fetches`` lists, ``nbytes`` each, from the pool (its address for the device) to slots uint8 [slots +
     1, stride]. Everything before it in its stream has ended: what it overwrites may just have been computed."""
-    _fetch[(FETCHERS,)](
+    launch(
+        _fetch, (FETCHERS,),
         pool, slots.view(torch.int32), fetches.fetch, fetches.counts, stride // 4, nbytes // 16 * 4,
-        PROGRAMS=FETCHERS, WORDS=FETCHED_WORDS, num_warps=8,
+        PROGRAMS=FETCHERS, WORDS=FETCHED_WORDS, num_warps=8, early=False, stream=stream,
     )  # fmt: skip
 
 
@@ -279,8 +286,10 @@ def _move(slots, moves, moved, words, PIECES: tl.constexpr, WORDS: tl.constexpr)
 
 def move(slots: Tensor, waves: Waves) -> None:
     """Copy what ``moves`` lists within slots uint8 [slots + 1, stride]."""
-    words = slots.shape[1] // 4
-    _move[(MOVERS,)](slots.view(torch.int32), waves.moves, waves.moved, words, PIECES=PIECES, WORDS=WORDS, num_warps=8)
+    launch(
+        _move, (MOVERS,), slots.view(torch.int32), waves.moves, waves.moved, slots.shape[1] // 4,
+        PIECES=PIECES, WORDS=WORDS, num_warps=8, early=False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -295,8 +304,27 @@ def _add_answer(y, mailbox_y, asked, size, BLOCK: tl.constexpr):
 
 def add_answer(y: Tensor, waves: Waves, mailbox_y: int) -> None:
     """y [rows, hidden] += what the CPU computed, at the address ``mailbox_y``, if it was asked."""
-    _add_answer[(triton.cdiv(y.numel(), SUMS),)](y, mailbox_y, waves.asked, y.numel(), BLOCK=SUMS, num_warps=4)
+    blocks = cdiv(y.numel(), SUMS)
+    launch(_add_answer, (blocks,), y, mailbox_y, waves.asked, y.numel(), BLOCK=SUMS, num_warps=4, early=False)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _left(ids, on_cpu, plan, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + at, mask=at < size, other=-1)
+    wanted = tl.load(on_cpu + expert, mask=expert >= 0, other=0) > 0
+    tl.store(plan + at * 2, tl.where(wanted, expert, -1), mask=at < size)
+    tl.store(plan + at * 2 + 1, 0, mask=at < size)
+
+
+def left(ids: Tensor, waves: Waves) -> Tensor:
+    """The CPU's plan [rows, k, 2] of ids int32 [rows, k]: whole experts, of those that are left to it."""
+    plan = ids.new_empty(*ids.shape, 2)
+    launch(
+        _left, (cdiv(ids.numel(), SUMS),), ids, waves.on_cpu, plan, ids.numel(), BLOCK=SUMS, num_warps=4, early=False
+    )  # fmt: skip
+    return plan
 
 
 def _experts(state: Residency) -> int:
-    return max(CHUNK, int(triton.next_power_of_2(state.experts)))
+    return max(CHUNK, next_power_of_2(state.experts))

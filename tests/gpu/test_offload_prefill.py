@@ -36,11 +36,11 @@ def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
     box = executor.layout
     answer = executor.mailbox[box.y : box.y + 4 * box.rows * box.hidden].view(torch.float32).view(box.rows, -1)
 
-    def fetch(_address: int, _stride: int, slots: Tensor, fetches: waves.Fetches, nbytes: int) -> None:
+    def fetch(_address: int, _stride: int, slots: Tensor, fetches: waves.Fetches, nbytes: int, _stream: object) -> None:
         waves_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, fetches, nbytes)
 
     decisions = SimpleNamespace(
-        divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move,
+        divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move, left=waves_twin.left,
         add_answer=lambda y, state, _: waves_twin.add_answer(y, state, answer[: y.shape[0]]),
     )  # fmt: skip
     names = ("sort_pairs", "arrange", "gate_up", "down", "combine_pairs")
