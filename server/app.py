@@ -125,6 +125,7 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/responses", _no_upgrade, methods=["GET"]),
             Route("/v1/responses", generation(responses.reader(state.history, state.logprobs)), methods=["POST"]),
             WebSocketRoute("/v1/responses", socket),
+            WebSocketRoute("/{path:path}", websocket.nowhere),
             Route("/v1/responses/{id}", kept(stored.get)),
             Route("/v1/responses/{id}", kept(stored.delete), methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", kept(stored.input_items)),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.datastructures import Headers
+from websockets.frames import CloseCode
+from websockets.http11 import Request, Response
 
 from server import errors
 from server.dump import dump
-from server.errors import ApiError
+from server.errors import ApiError, ErrorKind
 
 BACKLOG = 1024
 DRAIN_SECONDS = 5
@@ -29,6 +34,11 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
 MAX_HEAD_BYTES = 64 << 10
 """Of a head, and of anything else that has no end: sizes of chunks, trailers."""
+LOOK_SECONDS = 0.1
+"""How often a client is looked for that is not read."""
+_GONE = (7, 8)
+"""TCP_CLOSE and TCP_CLOSE_WAIT, of Linux."""
+_ANY_HEAD = b"GET / HTTP/1.1\r\n\r\n"
 COLLECT_AFTER = 20_000
 """New objects until garbage is looked for: some requests, and not twice in each."""
 
@@ -103,23 +113,61 @@ class Socket(WebSocketsSansIOProtocol):
         super().__init__(config, *rest, **named)
         patience = config.patience if isinstance(config, FrontConfig) else Patience()
         self._reading = _Reading(patience.send_seconds)
+        self._rest = b""
+        self.conn.reject = _no_handshake  # type: ignore[method-assign]
+
+    def begin(self, request: Request, rest: bytes) -> None:
+        """With a head that was read already: the library would not answer one that it finds too long. ``rest`` came
+        behind it, and may be looked at once the handshake is complete."""
+        self._rest = rest
+        self.conn.receive_data(_ANY_HEAD)
+        self.conn.events_received()
+        self.handle_connect(request)
 
     async def send(self, message: ASGISendEvent) -> None:
         """A refusal ends the handshake, too; uvicorn would call it an error of the application."""
         await super().send(message)
         self.handshake_complete = self.handshake_complete or self.close_sent
+        if self._rest and not self.close_sent:
+            rest, self._rest = self._rest, b""
+            self.data_received(rest)
+
+    def send_receive_event_to_app(self) -> None:
+        """Bytes, whatever they came as. Text that is none ends the connection; it is no error of ours."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            self.frames = [b"".join(self.frames)]
+            try:
+                self.frames[0].decode()
+            except UnicodeDecodeError:
+                self.conn.fail(CloseCode.INVALID_DATA, "the text is no UTF-8")
+                self.handle_parser_exception()
+                return
+            self.curr_msg_data_type = "bytes"
+        super().send_receive_event_to_app()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reading.seen()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
+        """Nothing more is read meanwhile: each ping would be one more answer that waits."""
         super().pause_writing()
+        self.transport.pause_reading()
         self._reading.expect(self.loop, self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
         self._reading.seen()
+
+
+def _no_handshake(status: HTTPStatus | int, text: str) -> Response:
+    """Why, in the library's words, in the shape of the one protocol that has sockets."""
+    kinds: dict[int, ErrorKind] = {405: "method", 426: "upgrade", 500: "internal"}
+    body = dump(errors.body(ApiError(kinds.get(status, "invalid"), text.partition("\n")[0]), "openai"))
+    headers = Headers({"connection": "close", "content-type": "application/json", "content-length": str(len(body))})
+    return Response(int(status), HTTPStatus(status).phrase, headers, body)
 
 
 class Http(HttpToolsProtocol):
@@ -131,6 +179,7 @@ class Http(HttpToolsProtocol):
         self._upgraded = False
         self._in_head, self._in_body, self._unread = False, False, 0
         """``_unread``: bytes that came since anything whole did."""
+        self._looking: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         self._over = False
         """Nothing more is read of it."""
@@ -144,6 +193,8 @@ class Http(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._looking is not None:
+            self._looking.cancel()
         self.resume_writing()
         super().connection_lost(exc)
         if (cycle := self._answering) is not None and not cycle.response_complete:  # another may wait behind it
@@ -159,12 +210,12 @@ class Http(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
-                self._upgrade()
+                self._upgrade(data[upgrade.args[0] :])
             else:
                 self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        if self._unread > MAX_HEAD_BYTES and not self._over:
+        if self._unread > MAX_HEAD_BYTES and not (self._over or self._upgraded):
             self.send_400_response("Too much of it has no end.")
         if self._upgraded:
             self._stop_waiting()
@@ -172,6 +223,19 @@ class Http(HttpToolsProtocol):
             self._wait_for_head()
         else:
             self._stop_waiting()
+            if self.flow.read_paused and self._looking is None:
+                self._look()
+
+    def _look(self) -> None:
+        """While a request waits behind another nothing more is read, not even that the client goes away: the system
+        knows."""
+        self._looking = None
+        if self.flow.read_paused and not self.transport.is_closing():
+            pipe = self.transport.get_extra_info("socket")
+            if pipe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _GONE:
+                self.transport.abort()
+            else:
+                self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -215,7 +279,9 @@ class Http(HttpToolsProtocol):
         self._in_head, self._in_body, self._unread = False, True, 0
         if b"://" in self.url[:8]:  # the name in it counts for more than the header
             self.headers[:] = [one for one in self.headers if one[0] != b"host"]
-            self.headers.append((b"host", self.url.split(b"/", 3)[2]))
+            _, _, host, *path = self.url.split(b"/", 3)
+            self.headers.append((b"host", host))
+            self.url = b"/" + b"".join(path)
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -235,13 +301,21 @@ class Http(HttpToolsProtocol):
         """Is this a head that asks for a protocol which nobody speaks here?"""
         return self.parser.should_upgrade() and not self._should_upgrade()
 
-    def _upgrade(self) -> None:
+    def _upgrade(self, rest: bytes) -> None:
         """The connection is the socket's from here on, so nobody may wait for an answer on it."""
         if self._answering is not None and not self._answering.response_complete:
             self.send_400_response("A WebSocket begins behind an answer, not in it.")
-        else:
-            self._upgraded = True
-            self.handle_websocket_upgrade()
+            return
+        headers = Headers((name.decode("ascii"), value.decode("latin-1")) for name, value in self.scope["headers"])
+        if "content-length" in headers or "transfer-encoding" in headers:
+            self.send_400_response("A WebSocket begins without a body.")
+            return
+        self._upgraded = True
+        self.connections.discard(self)
+        talking = Socket(self.config, self.server_state, self.app_state)
+        talking.connection_made(self.transport)
+        self.transport.set_protocol(talking)
+        talking.begin(Request(self.url.decode("ascii"), headers, self.scope["method"]), rest)
 
     def _without_upgrade(self, rest: bytes) -> None:
         """The request as if it did not ask for that; the parser would have nothing behind its head."""

@@ -54,6 +54,13 @@ async def talk(websocket: WebSocket, state: ServerState, stored: History) -> Non
             task.result()
 
 
+async def nowhere(websocket: WebSocket) -> None:
+    """A path that has no sockets."""
+    path = websocket.url.path
+    error = ApiError("not_found", f"{path}: no WebSocket begins here; GET /v1/responses does")
+    await websocket.send_denial_response(errors.response(error, errors.shape_of(path, websocket.headers)))
+
+
 async def _read(websocket: WebSocket, requests: _Requests) -> None:
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         if not requests.put(message.get("text") or message.get("bytes") or ""):

@@ -251,6 +251,30 @@ async def test_what_is_wrong_behind_a_request_gets_none_of_its_answer(
         await alive(server)
 
 
+@pytest.mark.parametrize("behind", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_leaves_an_answer_with_requests_behind_it_ends_it(
+    family: Family, stream: bool, behind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is read of the client meanwhile, so nothing that it sends says so."""
+    answer = Answer(TEXT, hold_at=4)
+    async with serving(family, answer) as server:
+        async with connected(server) as (_, writer):
+            body = request("/v1/messages", {**BODIES["/v1/messages"], "stream": stream})
+            writer.write(body)
+            while not server.worker.requests:
+                await asyncio.sleep(0.005)
+            writer.write(body * behind)
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(server.worker.abort_seen.wait(), 30)
+        await server.idle()
+        assert len(server.worker.requests) == server.state.counters.disconnects == 1
+        while live(Http):
+            await asyncio.sleep(0.02)
+        await alive(server)
+    assert not caplog.records
+
+
 async def test_what_is_wrong_in_a_body_that_was_refused_gets_no_second_answer(family: Family) -> None:
     async with serving(family, max_body_bytes=10) as server, connected(server) as (reader, writer):
         writer.write(CHUNKED + b"10\r\n" + b"x" * 16 + b"\r\n")
@@ -312,18 +336,23 @@ async def test_whoever_does_not_read_is_let_go(family: Family) -> None:
         await alive(server)
 
 
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system keeps little of what the server sends."""
+    made = Http.connection_made
+
+    def narrowed(http: Http, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(http, transport)
+
+    monkeypatch.setattr(Http, "connection_made", narrowed)
+
+
 @PATHS
 async def test_whoever_does_not_read_its_stream_is_let_go(
     family: Family, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sockets hold so little that they are full long before the answer's end."""
-
-    def narrow(http: Http, transport: asyncio.Transport) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        made(http, transport)
-
-    made = Http.connection_made
-    monkeypatch.setattr(Http, "connection_made", narrow)
+    narrow(monkeypatch)
     monkeypatch.setattr("server.generation.PACE", 0.0)  # an event for each token, so that there is enough to send
     async with serving(family, Answer("x" * 7000, hold_at=6900), patience=HASTE) as server:
         with socket.socket() as client:

@@ -16,6 +16,7 @@ from engine.api import Request
 from parsers.load import Family
 from server.keys import ApiKey
 from tests.server.support import Answer, Server, serving
+from tests.server.test_front import WEBSOCKET, connected, ended, narrow, shaped
 from tests.server.test_responses import EXEC, THOUGHT, call
 
 pytestmark = pytest.mark.anyio
@@ -305,3 +306,79 @@ async def test_what_codex_says_in_its_metadata_counts(family: Family) -> None:
     assert detail is not None
     assert [record.kind for record in detail.requests] == ["main", "compaction"]
     assert "exec_command" in family.tokenizer.decode(seen[1].tokens)
+
+
+KEY = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status"),
+    [
+        (KEY, b"", 400),
+        (KEY, KEY * 2, 400),
+        (KEY, b"sec-websocket-key: \xe9\r\n", 400),
+        (b"version: 13", b"version: 8", 400),
+        (KEY, KEY + b"sec-websocket-extensions: ;;\r\n", 400),
+        (KEY, KEY + b"content-length: 2\r\n", 400),
+        (KEY, KEY + b"transfer-encoding: chunked\r\n", 400),
+        (b"GET", b"POST", 405),
+        (b"/v1/responses", b"/v1/messages", 404),
+        (b"/v1/responses", b"/v1/%ff", 404),
+    ],
+)
+async def test_what_is_no_handshake_is_told_in_shape(
+    family: Family, old: bytes, new: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(WEBSOCKET.replace(old, new))
+        shaped(await ended(reader), status)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("more", [b"x: " + b"y" * 20_000 + b"\r\n", b"x: y\r\n" * 300])
+async def test_a_long_head_is_no_reason_to_be_silent(family: Family, more: bytes) -> None:
+    """Codex says much in its headers."""
+    async with serving(family) as server, connected(server) as (reader, writer):
+        writer.write(WEBSOCKET.replace(KEY, KEY + more))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 101")
+
+
+def frame(first: int, payload: bytes) -> bytes:
+    """``first``: FIN and the opcode. The mask is of zeros."""
+    return bytes((first, 0x80 | len(payload))) + bytes(4) + payload
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        frame(0x81, b"\xff"),
+        frame(0x01, b"\xc3") + frame(0x80, b"("),
+        frame(0x81, b"\xed\xa0\x80"),
+        frame(0x81, b"\xff") * 2,
+    ],
+)
+async def test_a_text_that_is_no_utf8_ends_the_socket(
+    family: Family, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(family, HELLO) as server:
+        async with connected(server) as (reader, writer):
+            writer.write(WEBSOCKET + text)
+            await reader.readuntil(b"\r\n\r\n")
+            answer = await ended(reader)
+        assert (answer[0], int.from_bytes(answer[2:4], "big")) == (0x88, 1007)
+        async with talking(server) as talk:
+            await talk.respond(input="Hi \u00e9")
+    assert not caplog.records
+
+
+async def test_answers_to_pings_do_not_pile_up(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads none of them is not read either."""
+    narrow(monkeypatch)
+    pings = frame(0x89, b"x" * 100) * 500
+    async with serving(family) as server, connected(server) as (_, writer):
+        writer.write(WEBSOCKET)
+        with pytest.raises(TimeoutError):
+            for _ in range(200):  # far more than the system keeps for us
+                writer.write(pings)
+                await asyncio.wait_for(writer.drain(), 0.5)
+        writer.transport.abort()
