@@ -311,7 +311,7 @@ class EngineClient:
             parts = encode_parts(request)
         except MessageError as error:
             raise EngineError("invalid", str(error)) from error
-        for part in parts:  # joined, a long prompt would be copied for nothing
+        for part in parts:
             self._writer.write(part)
         inbox = self._open[request.id] = Inbox()
         return EngineStream(self, request.id, inbox)

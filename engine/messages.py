@@ -10,6 +10,7 @@ import asyncio
 import json
 import struct
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from engine.api import (
@@ -37,6 +38,8 @@ MAX_HEADER = 8 << 20
 """Bytes of JSON in a frame."""
 MAX_PAYLOAD = 32 << 20
 """Bytes of token ids in a frame: 8 million tokens."""
+LONG = 4096
+"""Bytes of a piece that is sent by itself."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ _CODECS: dict[str, Codec] = {name: compile_codec(cls) for name, cls in (_MESSAGE
 _NAMES: dict[type, str] = {cls: name for name, cls in (_MESSAGES | _STATUSES).items()}
 _CONFIG = compile_codec(EngineConfig)
 _LENGTHS = struct.Struct("<II")
+_dump = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(message: Message) -> bytes:
@@ -98,17 +102,21 @@ def encode(message: Message) -> bytes:
 
 
 def encode_parts(message: Message) -> Payload:
-    """One frame in pieces, the long ones of which are the message's own. Raises MessageError when a field has a wrong
-    type or the frame would be too large."""
+    """One frame in few pieces, the long ones of which are the message's own: joined, a long prompt would be copied for
+    nothing. Raises MessageError when a field has a wrong type or the frame would be too large."""
     payload: Payload = []
     name = _NAMES[type(message)]
     try:
-        header = json.dumps([name, _CODECS[name].pack(message, payload)], separators=(",", ":")).encode()
+        header = _dump([name, _CODECS[name].pack(message, payload)]).encode()
     except CodecError as error:
         raise MessageError(f"{name}: {error}") from error
     size = sum(map(len, payload))
     _check_lengths(len(header), size)
-    return [_LENGTHS.pack(len(header), size) + header, *payload]
+    pieces: Payload = []
+    for long, run in groupby([_LENGTHS.pack(len(header), size) + header, *payload], lambda piece: len(piece) > LONG):
+        some = [*run]
+        pieces += some if long else [b"".join(some)]
+    return pieces
 
 
 def decode(header: bytes, payload: bytes) -> Message:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from parsers.alternatives import alternatives
 from parsers.format import Effort
@@ -32,8 +32,7 @@ _MEMORY = 128 << 20
 _SIZE = array("I").itemsize
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A token range of the final ids. ``turn`` indexes the conversation's turns; -1 where there is none.
 
     "system", "user", "assistant" and "tool_output" are whole turns, header to end of turn; the others lie inside.

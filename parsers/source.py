@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Container, Generator
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -50,10 +51,7 @@ class Stops:
     """A set of delimiters, compiled: the longest one wins where several begin at the same place."""
 
     def __init__(self, *delimiters: str) -> None:
-        ordered = sorted({d for d in delimiters if d}, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
-        self.longest = len(ordered[0]) if ordered else 0
-        self.prefixes = frozenset(d[:n] for d in ordered for n in range(1, len(d)))
+        self.pattern, self.longest, self.prefixes = _compiled(delimiters)
 
     def held(self, text: str) -> int:
         """Where the suffix of ``text`` begins that may still become a (longer) delimiter; len(text) if none."""
@@ -61,6 +59,15 @@ class Stops:
             if text[start:] in self.prefixes:
                 return start
         return len(text)
+
+
+@lru_cache(1024)
+def _compiled(delimiters: tuple[str, ...]) -> tuple[re.Pattern[str], int, frozenset[str]]:
+    """Remembered: every answer of a family is read with the same ones."""
+    ordered = sorted({d for d in delimiters if d}, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
+    prefixes = frozenset(d[:n] for d in ordered for n in range(1, len(d)))
+    return pattern, len(ordered[0]) if ordered else 0, prefixes
 
 
 class _Edge(NamedTuple):

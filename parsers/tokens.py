@@ -129,6 +129,8 @@ class Tokenizer:
         return self._encode(text, remember) if text else ()
 
     def _encode(self, text: str, remember: bool) -> Sequence[int]:
+        if remember and (ids := self._memo.get(text)) is not None:
+            return ids
         chunks = self._seams.chunks(text)
         if not remember or sys.getsizeof(text) > self._memo.limit // 4:
             return [token for ids in self._batch(chunks) for token in ids]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
@@ -93,6 +94,7 @@ async def _submitted(
     tools = (*visit.conversation.tools, *options.described_tools) if calls else ()
     forced = _forced(state, visit, prompt)
     constraint = await constrain(state, prompt, tools, options.demand) if forced is None else None
+    exact = constraint is not None
     max_tokens = _budget(len(prompt), options, state.settings, context_limit(state, info))
     sampling = replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint)
     request = Request(
@@ -110,7 +112,7 @@ async def _submitted(
         for number in range(options.n):
             drawn = replace(sampling, seed=(sampling.seed + number) % _SEEDS)
             stream = submit(state, replace(request, id=uuid4().hex, sampling=drawn))
-            parser = plain_text(state) if raw else state.family.parser(prompt, tools, exact=constraint is not None)
+            parser = partial(plain_text, state) if raw else partial(state.family.parser, prompt, tools, exact=exact)
             assembler = Assembler(
                 new_call_id=visit.new_call_id,
                 new_ticket=visit.new_ticket,

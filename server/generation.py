@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cached_property
 from typing import Literal, Protocol
 
 from engine.api import Anchor, Done, Failed, Reuse, Tokens
@@ -49,7 +50,7 @@ class Generation:
         stream: EngineStream,
         options: Options,
         anchors: Sequence[Anchor],
-        parser: Parser,
+        parser: Callable[[], Parser],
         assembler: Assembler,
     ) -> None:
         self.prompt = prompt
@@ -61,7 +62,7 @@ class Generation:
         self._stream = stream
         self._options = options
         self._checkpoints = tuple(anchor.position for anchor in anchors)
-        self._parser = parser
+        self._make_parser = parser
         self._assembler = assembler
         self._sampled: list[int] = []
         self._engine_done = False
@@ -77,6 +78,11 @@ class Generation:
     def headers(self) -> dict[str, str]:
         reuse = "pending" if self.report is None else self.report.header()
         return {"x-ft-session": self.session_id, "x-ft-reuse": reuse}
+
+    @cached_property
+    def _parser(self) -> Parser:
+        """Made when the answer begins: while the engine reads the prompt there is time."""
+        return self._make_parser()
 
     async def admission(self, seconds: float) -> None:
         """Wait for the engine's plan, or give up waiting. Raises ApiError."""

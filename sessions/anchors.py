@@ -139,18 +139,20 @@ def _loop_starts(users: Sequence[int], headers: Sequence[int]) -> set[int]:
 
 
 def _others(by_kind: Mapping[str, Sequence[Span]]) -> list[_Found]:
-    """Beginnings of turns, ends of tool outputs, and both ends of thinking and calls."""
+    """Beginnings of turns, ends of tool outputs, and both ends of thinking and calls: the last ones of each, for there
+    is no room for more."""
     first = _first(by_kind)
+    users, headers, outputs = (by_kind.get(kind, ()) for kind in ("user", "assistant_header", "tool_output"))
     systems = [span.start for span in by_kind.get("system", ()) if span.start >= first]
-    headers = [span.start for span in by_kind.get("assistant_header", ())]
     found: list[_Found] = [
-        ("user_start", False, [span.start for span in by_kind.get("user", ())[:-PINNED_USERS]]),
-        ("turn_start", False, sorted((*systems, *headers))),
-        ("tool_output_end", False, [span.end for span in by_kind.get("tool_output", ())]),
+        ("user_start", False, [span.start for span in users[:-PINNED_USERS][-LIMIT:]]),
+        ("turn_start", False, sorted((*systems, *(span.start for span in headers[-LIMIT:])))),
+        ("tool_output_end", False, [span.end for span in outputs[-LIMIT:]]),
     ]
     for kind in ("thinking", "tool_call"):
-        found.append((f"{kind}_start", False, [span.start for span in by_kind.get(kind, ())]))
-        found.append((f"{kind}_end", False, [span.end for span in by_kind.get(kind, ())]))
+        last = by_kind.get(kind, ())[-LIMIT:]
+        found.append((f"{kind}_start", False, [span.start for span in last]))
+        found.append((f"{kind}_end", False, [span.end for span in last]))
     return found
 
 

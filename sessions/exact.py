@@ -10,8 +10,9 @@ answers without calls or tickets their tokens only until the next answer that ha
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,14 +127,16 @@ class Journal:
                 return Restored(exact, entry.digest, entry.names[-1], "exact", number, seen)
         return Restored(turn, described, link, "edited", seen=seen)
 
-    def stands(self, found: Restored) -> bool:
-        """Would the same be found again, by the same turn behind the same link? That it was asked for is noted."""
-        for name, numbers in found.seen:
-            if self._by_name.get(name) is not numbers:
-                return False
-        if found.number >= 0:
-            self._entries.move_to_end(found.number)
-        return True
+    def standing(self, names: Sequence[bytes], holders: Sequence[tuple[int, ...] | None]) -> int:
+        """How many of the first of these names still find what they found, when those were their holders."""
+        same = [*map(operator.is_, map(self._by_name.get, names), holders)]
+        return len(same) if all(same) else same.index(False)
+
+    def echoed(self, numbers: Iterable[int]) -> None:
+        """Answers that were asked for again; -1 is none."""
+        for number in numbers:
+            if number >= 0:
+                self._entries.move_to_end(number)
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)

@@ -38,7 +38,7 @@ _NO_TOKEN = b"\xff" * _ITEM
 def opening(spans: Sequence[Span]) -> int:
     """How many tokens stand before the first answer, of those that are looked at."""
     answers = ("assistant_header", "assistant", "generation_prompt")
-    return min(REACH, min((span.start for span in spans if span.kind in answers), default=0))
+    return min(REACH, next((span.start for span in spans if span.kind in answers), 0))
 
 
 def lead(tokens: bytes, opening: int, resumed: int, replayed: int) -> bytes:

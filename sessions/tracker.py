@@ -235,7 +235,7 @@ class Sessions:
         count = keep and identity.kind != "side"
         steps = self._restore(session, branch.name, conversation, turns, (walk, common))
         if count:
-            self._verdicts.update([found.verdict for _, found in steps.found])
+            self._verdicts.update(steps.verdicts)
         journal, tools = session.journal, conversation.tools
         made = Walk(conversation.turns, turns, scope, first, links, journal, branch.name, tools, steps)
         restored = replace(conversation, turns=tuple(steps.turns))
@@ -341,13 +341,11 @@ class Sessions:
             described = turns[index]
             if turn.role == "assistant":
                 found = session.journal.restore(turn, link, branch, schemas, described)
-                turn, link, described = found.turn, found.link, found.digest
-                steps.found.append((index, found))
-            elif turn.role != "system":
-                link = next_link(link, described.key)
-            steps.turns.append(turn)
-            steps.digests.append(described)
-            steps.links.append(link)
+                link = found.link
+                steps.add_found(found)
+            else:
+                link = link if turn.role == "system" else next_link(link, described.key)
+                steps.add(turn, described, link)
         return steps
 
     def _remember(self, done: Finished) -> None:

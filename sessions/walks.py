@@ -7,11 +7,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from parsers.conversation import Conversation, Tool, Turn, same_tools
 from sessions.digest import TurnDigest
-from sessions.exact import Journal, Restored
+from sessions.exact import Journal, Restored, Verdict
 
 _KEPT = 32
 _TURNS = 1 << 16
@@ -20,17 +19,43 @@ _TURNS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Turns as they were restored, their digests, and the links up to them; what was ``found`` of the assistant's, with
-    their numbers."""
+    """Turns as they were restored, their digests, and the links up to them. What was found of the assistant's is kept
+    in columns, for it is compared all at once: the ``verdicts`` on the turns ``told``, and the ``numbers`` of the
+    answers that they are; the ``names`` that were looked up for the turns ``named``, and who had them (``holders``)."""
 
-    turns: list[Turn]
-    digests: list[TurnDigest]
-    links: list[bytes]
-    found: list[tuple[int, Restored]]
+    turns: list[Turn] = field(default_factory=list)
+    digests: list[TurnDigest] = field(default_factory=list)
+    links: list[bytes] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    named: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    holders: list[tuple[int, ...] | None] = field(default_factory=list)
+
+    def add(self, turn: Turn, described: TurnDigest, link: bytes) -> None:
+        self.turns.append(turn)
+        self.digests.append(described)
+        self.links.append(link)
+
+    def add_found(self, found: Restored) -> None:
+        at = len(self.turns)
+        self.told.append(at)
+        self.verdicts.append(found.verdict)
+        self.numbers.append(found.number)
+        for name, holders in found.seen:
+            self.named.append(at)
+            self.names.append(name)
+            self.holders.append(holders)
+        self.add(found.turn, found.digest, found.link)
 
     def first(self, count: int) -> Steps:
-        found = self.found[: bisect_left(self.found, count, key=itemgetter(0))]
-        return Steps(self.turns[:count], self.digests[:count], self.links[:count], found)
+        told, named = bisect_left(self.told, count), bisect_left(self.named, count)
+        return Steps(
+            *(self.turns[:count], self.digests[:count], self.links[:count]),
+            *(self.told[:told], self.verdicts[:told], self.numbers[:told]),
+            *(self.named[:named], self.names[:named], self.holders[:named]),
+        )
 
     @property
     def link(self) -> bytes:
@@ -50,14 +75,16 @@ class Walk:
     journal: Journal | None = None
     branch: str = ""
     tools: tuple[Tool, ...] = ()
-    steps: Steps = field(default_factory=lambda: Steps([], [], [], []))
+    steps: Steps = field(default_factory=Steps)
 
     def restored(self, journal: Journal, branch: str, tools: Sequence[Tool], common: int) -> Steps:
         """The steps of the first ``common`` turns, as far as they would come out the same."""
         if journal is not self.journal or branch != self.branch or not same_tools(tools, self.tools):
-            return self.steps.first(0)
-        fallen = (at for at, found in self.steps.found if at >= common or not journal.stands(found))
-        return self.steps.first(min(common, next(fallen, common)))
+            return Steps()
+        standing = journal.standing(self.steps.names, self.steps.holders)
+        steps = self.steps.first(min([common, *self.steps.named[standing : standing + 1]]))
+        journal.echoed(steps.numbers)
+        return steps
 
 
 class Walks:
