@@ -108,7 +108,8 @@ class Executor:
         self.instruction_set = supported[0] if instruction_set == "auto" else instruction_set
         if self.instruction_set not in supported:
             raise NativeLibraryError(
-                f"instruction set {instruction_set!r} cannot run here; choose auto or one of {', '.join(supported)}"
+                f"instruction set {instruction_set!r} cannot run here: --instruction-set is auto, or one of "
+                f"{', '.join(supported)}"
             )
         cpus = core_cpus()[1:] or core_cpus()
         self.threads = threads or len(cpus)
@@ -124,7 +125,7 @@ class Executor:
         handle = self._library.ft_executor_create(self.instruction_set.encode(), ctypes.byref(spec))
         self._handle = ctypes.c_void_p(handle)
         if not self._handle:
-            raise NativeLibraryError(f"the native library could not start {self.threads} threads; ask for fewer")
+            raise NativeLibraryError(f"{self.threads} threads could not be started: ask for fewer (--threads)")
         # The memory that the threads use is kept until they have stopped.
         kept = (pool, self.mailbox, self.times)
         self._finalize = weakref.finalize(self, _destroy, self._library, self._handle, kept)

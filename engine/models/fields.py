@@ -14,10 +14,10 @@ from engine.weights.errors import BadConfig, MissingCheckpoint
 def read_config(directory: Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a model directory; raises MissingCheckpoint or BadConfig."""
     if not directory.is_dir():
-        raise MissingCheckpoint(f"{directory} is not a directory; give the path of a downloaded model")
+        raise MissingCheckpoint(f"{directory} is not a directory: give --model the path of a downloaded model")
     path = directory / "config.json"
     if not path.is_file():
-        raise MissingCheckpoint(f"{directory} has no config.json; give the directory that holds it")
+        raise MissingCheckpoint(f"{directory} has no config.json: give --model the directory that holds it")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

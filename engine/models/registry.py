@@ -14,6 +14,8 @@ from engine.models.qwen3_5_moe import Qwen35Moe, Qwen35MoeConfig
 from engine.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from engine.weights.errors import BadConfig, UnknownArchitecture
 
+_OTHERS = "or a server of your own that computes it (--engine http://HOST:PORT)"
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -31,7 +33,7 @@ def find_architecture(raw: Mapping[str, Any]) -> Architecture:
     kind = raw.get("model_type")
     fields = Fields(raw)
     if raw.get("quantization_config") is not None:
-        raise BadConfig("config.json has a quantization_config; use the unquantized release (bfloat16 or float32)")
+        raise BadConfig(f"config.json has a quantization_config: use the unquantized release, {_OTHERS}")
     match kind:
         case "qwen3_5_moe" | "qwen3_5_moe_text":
             hybrid = Qwen35MoeConfig.parse(fields)
@@ -44,5 +46,6 @@ def find_architecture(raw: Mapping[str, Any]) -> Architecture:
             return Architecture("qwen2_moe", qwen2.context, qwen2.top_k, lambda *to: Qwen2Moe(qwen2, *to))
         case _:
             raise UnknownArchitecture(
-                f"architecture {kind!r} is not supported; supported are qwen3_5_moe, qwen3_moe and qwen2_moe"
+                f"config.json: model_type {kind!r} is not computed here (qwen3_5_moe, qwen3_moe and qwen2_moe are): "
+                f"use one of those, {_OTHERS}"
             )

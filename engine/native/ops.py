@@ -68,12 +68,13 @@ class NativeOps(Composed):
         self.instruction_set = supported[0] if instruction_set == "auto" else instruction_set
         if self.instruction_set not in supported:
             raise NativeLibraryError(
-                f"instruction set {instruction_set!r} cannot run here; choose auto or one of {', '.join(supported)}"
+                f"instruction set {instruction_set!r} cannot run here: --instruction-set is auto, or one of "
+                f"{', '.join(supported)}"
             )
         self.threads = threads or physical_cores()
         self._context = ctypes.c_void_p(self._library.ft_create(self.instruction_set.encode(), self.threads))
         if not self._context:
-            raise NativeLibraryError(f"the native library could not start {self.threads} threads; ask for fewer")
+            raise NativeLibraryError(f"{self.threads} threads could not be started: ask for fewer (--threads)")
         weakref.finalize(self, self._library.ft_destroy, self._context)
         self._viewed: tuple[Batch, BatchView] | None = None
 

@@ -31,18 +31,20 @@ class Entry:
     end: int
 
 
+AGAIN = "download or convert this file again"
+
+
 def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
     """The raw header of a safetensors file and its entries; raises BrokenShard."""
-    again = f"{path}: download or convert this file again"
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         if len(head) < 8:
-            raise BrokenShard(f"{path.name} is truncated ({size} bytes, not even a header); {again}")
+            raise BrokenShard(f"{path} is truncated ({size} bytes, not even a header); {AGAIN}")
         (length,) = struct.unpack("<Q", head)
         if length > _HEADER_LIMIT or 8 + length > size:
             raise BrokenShard(
-                f"{path.name} is truncated or no safetensors file (header {length}, file {size} bytes); {again}"
+                f"{path} is truncated or no safetensors file (header {length}, file {size} bytes); {AGAIN}"
             )
         raw = file.read(length)
     try:
@@ -59,14 +61,14 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise BrokenShard(f"{path.name} has an unreadable header ({error}); {again}") from error
+        raise BrokenShard(f"{path} has an unreadable header ({error}); {AGAIN}") from error
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda one: (one[1].start, one[1].end)):
         if not end <= entry.start <= entry.end:
-            raise BrokenShard(f"{path.name} has an unreadable header (tensor {name} overlaps another); {again}")
+            raise BrokenShard(f"{path} has an unreadable header (tensor {name} overlaps another); {AGAIN}")
         end = entry.end
     if end > size:
-        raise BrokenShard(f"{path.name} is truncated: {size} bytes of {end}; {again}")
+        raise BrokenShard(f"{path} is truncated: {size} bytes of {end}; {AGAIN}")
     return raw, entries
 
 
@@ -74,6 +76,7 @@ class Shards:
     """All tensors of a checkpoint directory by their names in the files."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.files = _shard_files(directory)
         self.headers: dict[Path, bytes] = {}
         self.entries: dict[str, Entry] = {}
@@ -87,23 +90,23 @@ class Shards:
         entry = self.entries.get(name)
         if entry is None:
             raise MissingTensor(
-                f"tensor {name} is in none of the {len(self.files)} weight files; "
+                f"tensor {name} is in none of the {len(self.files)} weight files of {self.directory}; "
                 "the checkpoint is incomplete or config.json belongs to another model"
             )
         if entry.shape != shape:
             raise WrongTensor(
-                f"tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}; "
+                f"{entry.file}: tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}; "
                 "check that config.json and the weights are of the same model"
             )
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise WrongTensor(
-                f"tensor {name} is stored as {entry.dtype}; supported are {', '.join(DTYPES)}. "
+                f"{entry.file}: tensor {name} is stored as {entry.dtype}; supported are {', '.join(DTYPES)}. "
                 "Use the unquantized release of this model"
             )
         size = dtype.itemsize * math.prod(shape)
         if size != entry.end - entry.start:
-            raise BrokenShard(f"{entry.file.name}: tensor {name} has {entry.end - entry.start} bytes of {size}")
+            raise BrokenShard(f"{entry.file}: tensor {name} has {entry.end - entry.start} bytes of {size}; {AGAIN}")
         return entry, dtype
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -117,7 +120,7 @@ class Shards:
             while done < len(view):
                 count = file.readinto(view[done:])
                 if not count:
-                    raise BrokenShard(f"{entry.file.name} ended inside tensor {name}; download it again")
+                    raise BrokenShard(f"{entry.file} ended inside tensor {name}; {AGAIN}")
                 done += count
         return tensor
 

@@ -69,5 +69,6 @@ class Source:
             if f"{prefix}embed_tokens.weight" in self.shards.entries:
                 return prefix
         raise MissingTensor(
-            f"no embed_tokens.weight under {', '.join(PREFIXES)}; these are not a supported model's weights"
+            f"{self.shards.directory} has no embed_tokens.weight under {', '.join(PREFIXES)}; these are not "
+            "a supported model's weights"
         )
