@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launchers.ctl import in_bytes
 from launchers.running import ServerProblem, ask
 from sessions.store.words import why
 
@@ -49,15 +50,17 @@ class Sessions:
             print("no sessions yet: the first request of an agent begins one")
             return 0
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("session", "client", "last used", "requests", "prompt", "kept tokens", ""):
-            numeric = column in ("requests", "prompt", "kept tokens")
+        for column in ("session", "client", "last used", "requests", "prompt tokens", "kept", ""):
+            numeric = column in ("requests", "prompt tokens", "kept")
             table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
         for one in found:
             table.add_row(
                 one["id"][:12],
                 one["harness"],
                 f"{_span(time.time() - one['last_used'])} ago",
-                *(f"{one[name]:,}" for name in ("requests", "prompt", "tokens")),
+                f"{one['requests']:,}",
+                f"{one['prompt']:,}",
+                in_bytes(one["kept_bytes"]),
                 "pinned" if one["pinned"] else "",
             )
         _console().print(table)
@@ -72,7 +75,7 @@ class Sessions:
         requests = f"{summary['requests']:,} request{'' if summary['requests'] == 1 else 's'}"
         console.print(
             f"session {summary['id']}, {summary['harness']}, {requests}, "
-            f"{summary['tokens']:,} tokens kept{', pinned' if summary['pinned'] else ''}"
+            f"{in_bytes(summary['kept_bytes'])} kept{', pinned' if summary['pinned'] else ''}"
         )
         remote = any(request.get("remote") for request in detail["requests"])
         legend = [one for one in SOURCES if one[0] != "remote" or remote]

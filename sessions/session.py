@@ -16,12 +16,14 @@ PASTS = 4
 """Prompts remembered per branch; one that merely continues another takes its place."""
 TURN_TOKENS = 64
 """What a remembered turn weighs beside its tokens, in tokens: its digests."""
+TOKEN_BYTES = 12
+"""About what a remembered token takes, with the text of the journal."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of memory. ``max_tokens`` counts remembered tokens over all sessions (about 12 bytes each with the text of
-    the journal), ``session_tokens`` those of one session's journal."""
+    """Bounds of memory. ``max_tokens`` counts remembered tokens over all sessions (``TOKEN_BYTES`` each),
+    ``session_tokens`` those of one session's journal."""
 
     max_sessions: int = 1000
     max_tokens: int = 32_000_000
@@ -56,8 +58,8 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """``client_id`` is the session id the client gave, empty if it gave none. ``tokens`` are those remembered of it, in
-    memory or on disk; a ``pinned`` session is never dropped."""
+    """``client_id`` is the session id the client gave, empty if it gave none. ``prompt`` is in tokens; ``kept_bytes``:
+    about what is remembered of it, in memory or on disk. A ``pinned`` session is never dropped."""
 
     id: str
     client_id: str
@@ -67,7 +69,7 @@ class SessionSummary:
     requests: int
     branches: int
     prompt: int
-    tokens: int
+    kept_bytes: int
     pinned: bool
 
 
@@ -172,7 +174,7 @@ class Session:
             self.requests,
             len(self.branches),
             self.prompt,
-            self.stored_tokens if self.asleep else self.tokens,
+            TOKEN_BYTES * (self.stored_tokens if self.asleep else self.tokens),
             self.pinned,
         )
 

@@ -21,7 +21,7 @@ IDS = ("3fa2" + "0" * 28, "3fb7" + "0" * 28)
 def summary(id: str, **more: Any) -> dict[str, Any]:
     return {
         "id": id, "client_id": "", "harness": "codex", "created": 0.0, "last_used": time.time() - 7200,
-        "requests": 1234, "branches": 1, "prompt": 20000, "tokens": 30000, "pinned": False, **more,
+        "requests": 1234, "branches": 1, "prompt": 20000, "kept_bytes": 30 << 10, "pinned": False, **more,
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def ft(server: FakeServer, *arguments: str) -> int:
 def test_list(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert ft(server, "list") == 0
     _, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert first == [IDS[0][:12], "codex", "2", "h", "ago", "1,234", "20,000", "30,000"]
+    assert first == [IDS[0][:12], "codex", "2", "h", "ago", "1,234", "20,000", "30.0", "KiB"]
     assert second[-1] == "pinned"
     assert ft(server, "list", "--json") == 0
     assert [one["id"] for one in json.loads(capsys.readouterr().out)] == list(IDS)

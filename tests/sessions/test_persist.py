@@ -36,7 +36,7 @@ def test_a_restart_in_a_tool_loop_changes_nothing(
     persist = opened()
     again = restarted(worlds, world, agent, persist)
     summary = again.sessions.list()[0]
-    assert (summary.id, summary.requests, summary.tokens > 0) == (expected.visit.session_id, 4, True)
+    assert (summary.id, summary.requests, summary.kept_bytes > 0) == (expected.visit.session_id, 4, True)
     outcome = agent.ask(Text("Done."))
     assert outcome.prompt == expected.prompt
     assert (outcome.visit.session_id, outcome.report.cause) == (expected.visit.session_id, "none")
@@ -282,7 +282,7 @@ def test_sessions_sleep_instead_of_being_dropped(worlds: Any, opened: Open) -> N
         outcome = agent.outputs("out").ask(Text("Done."))
         assert outcome.report.cause == "none"
         assert all(turn.sampled for turn in outcome.visit.conversation.turns if turn.role == "assistant")
-    assert {summary.tokens > 0 for summary in world.sessions.list()} == {True}
+    assert {summary.kept_bytes > 0 for summary in world.sessions.list()} == {True}
     assert [len(world.sessions.get(summary.id).requests) for summary in world.sessions.list()] == [4] * 12
 
 

@@ -147,6 +147,6 @@ def test_killed_at_any_moment(worlds: Any, opened: Open, tmp_path: Path, rounds:
         for summary in summaries:
             detail = sessions.get(summary.id)
             assert [record.number for record in detail.requests] == list(range(1, summary.requests + 1))
-            assert detail.summary.tokens > 0
+            assert detail.summary.kept_bytes > 0
         assert persist.stats()["persist_corrupt"] == persist.stats()["persist_errors"] == 0
         persist.close()
