@@ -1,7 +1,7 @@
 """Offloaded experts for more rows than one decision takes: layer by layer, wave by wave (``engine.experts.waves``).
 
-Copies run on a stream of their own, one wave ahead of the products; the CPU computes its experts meanwhile. The host
-launches the same for every layer and waits for nothing: what is brought, and who computes it, is decided on the device.
+Copies run on a stream of their own, ahead of the products; the CPU computes its experts meanwhile. The host launches
+the same for every layer and waits for nothing: what is brought, and who computes it, is decided on the device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CHUNK = 8192
 """Rows of one product at most: what lies between the products takes memory."""
 SUFFIX = 1024
 """Rows that an executor should take, for the CPU to help with calls of up to so many."""
-_RING = 8
-"""The ring's halves have this part of the slots each, ..."""
-_FEW = 16
-"""... or so many slots, or half of them."""
+_RING = 4
+"""The ring has this part of the slots, but room for one layer, if they are as many, and not for more than two."""
+_LISTS = 6
+"""Of what is brought. One that is written again was read two layers before."""
 _PROBED = 1
 """The layer whose computation, and the one whose distance from the layer before it, is timed."""
 
@@ -46,14 +46,14 @@ class Prefill:
         self._pool, self._executor, self._driver, self._split = pool, executor, driver, split
         self._residency, self._slots, self._arrivals = residency, slots, arrivals
         self.waves = Waves.create(pool.layers, pool.experts, device)
-        self._now, self._next = (Fetches.create(pool.experts, device) for _ in range(2))
+        self._lists = [Fetches.create(pool.experts, device) for _ in range(_LISTS)]
         self._where = torch.zeros(2, pool.experts, dtype=torch.int32, device=device)
         self._product = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._side, self._probe = _Side(device), _Probe(device)
         self._told = torch.zeros(pool.layers, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._rows = 0  # of the last whole call, until it is learnt from
         self._turn = 0
-        self._ahead: tuple[int, torch.Event | None] | None = None
+        self._ahead = _NOTHING
         self._from_pool = self._mailbox = 0
         self.costs = Costs(*[1.0] * 6)
         self.resize(residency.slots)
@@ -72,17 +72,21 @@ class Prefill:
 
     def resize(self, limit: int) -> None:
         """So many slots may be used."""
-        self._limit = limit
-        self._half = min(self._pool.experts, max(limit // _RING, min(limit // 2, _FEW)))
+        self._limit, experts = limit, self._pool.experts
+        self._ring = min(limit, 2 * experts, max(limit // _RING, experts))
+        self._whole = self._ring >= experts
+        self._room = self._ring if self._whole else self._ring // 2
 
     @property
     def possible(self) -> bool:
         """A wave needs a slot, and another one the next."""
-        return self._half > 0 and self._from_pool != 0
+        return self._room > 0 and self._from_pool != 0
 
     def streams(self, rows: int) -> bool:
         """Whether a call of so many rows brings whole layers ahead."""
-        ranks, resident = self._executor.layout.ranks, min(1.0, (self._limit - 2 * self._half) / len(self._pool))
+        if not self._whole:
+            return False
+        ranks, resident = self._executor.layout.ranks, min(1.0, (self._limit - self._ring) / len(self._pool))
         return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
@@ -90,28 +94,22 @@ class Prefill:
         residency, rows, at = self._residency, x.shape[0], self._where
         if layer == _PROBED:
             self._probe.mark("begin")
-        ahead = self._come_ahead(layer)
+        (brought, come), self._ahead = self._ahead, _NOTHING
+        ahead = brought == layer
         parts = self._sorted(x, ids, weights)
         counts = parts[0].pairs.counts if len(parts) == 1 else _sum([part.pairs.counts for part in parts])
         waves.divide(residency, self.waves, counts, layer, at[0], ahead=ahead, cpu=self._cpu_takes(rows))
         if self._cpu_takes(rows):
             self._ask(x, ids, weights, layer)
 
-        y, last = torch.empty_like(x), -(-self._pool.experts // self._half)
-        beside = ahead and last == 1
-        if ahead and not beside:  # a half is full of what came ahead
-            last -= 1
+        y, last = torch.empty_like(x), 1 if self._whole else -(-self._pool.experts // self._room)
         more = layer + 1 < self._pool.layers and self.streams(rows)
-        come: torch.Event | None = None
         for wave in range(last + 1):
-            if more and wave == last and not beside:
-                self._turn ^= 1  # the half whose experts the wave before has computed
-                self._bring_ahead(counts, layer + 1, beside=False)
-            self._side.join(come)
-            if wave < last:
-                come = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0)
-            if more and beside and wave == 0:
+            coming = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0) if wave < last else None
+            if more and wave == 0:
                 self._bring_ahead(counts, layer + 1, beside=True)
+            self._side.join(come)
+            come = coming
             timed = layer == _PROBED and wave == 0
             if timed:
                 self._probe.mark("computes")
@@ -120,13 +118,16 @@ class Prefill:
             if timed:
                 self._probe.mark("computed")
 
+        box = self._executor.layout
         if self._cpu_takes(rows):
-            box = self._executor.layout
             kernels.arrive(self._mailbox, box)
+        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring)
+        waves.move(self._slots, self.waves)
+        if more:
+            self._bring_ahead(counts, layer + 1, beside=False)
+        if self._cpu_takes(rows):
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
             waves.add_answer(y, self.waves, self._mailbox + box.y)
-        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, 2 * self._half)
-        waves.move(self._slots, self.waves)
         if layer == _PROBED - 1:
             self._probe.mark("end")
         if layer == self._pool.layers - 1:
@@ -153,19 +154,11 @@ class Prefill:
 
     def settle(self) -> None:
         """After a call that may have ended early: what was brought ahead comes before all that follows."""
-        if self._ahead is not None:
-            self._come_ahead(self._ahead[0])
+        self._side.join(self._ahead[1])
+        self._ahead = _NOTHING
 
     def _cpu_takes(self, rows: int) -> bool:
         return rows <= self._executor.layout.rows and self._split.fixed != 1.0
-
-    def _come_ahead(self, layer: int) -> bool:
-        """Wait for what was brought ahead; whether it was for this layer."""
-        if self._ahead is None:
-            return False
-        (brought, come), self._ahead = self._ahead, None
-        self._side.join(come)
-        return brought == layer
 
     def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> list[_Part]:
         layout, parts = self._pool.layout, []
@@ -183,22 +176,23 @@ class Prefill:
         kernels.publish(x, weights, request, layer, self._arrivals, self._mailbox, self._executor.layout)
 
     def _bring(self, counts: Tensor, layer: int, where: Tensor, *, first: bool) -> torch.Event | None:
-        """The next wave of a layer, into the half that the last one was not brought to."""
-        self._turn ^= 1
-        base = self._turn * self._half
+        """The next wave of a layer: to where the ring has nothing that is still to be computed."""
+        base, fetches = 0 if self._whole else self._turn % 2 * self._room, self._list()
         waves.take(
-            self._residency, self.waves, self._now, counts, layer, where, base, self._half, first=first, ahead=False
+            self._residency, self.waves, fetches, counts, layer, where, base, self._room, first=first, ahead=False
         )
-        return self._side.run(lambda stream: self._fetch(self._now, stream))
+        return self._side.run(lambda stream: self._fetch(fetches, stream))
 
     def _bring_ahead(self, counts: Tensor, layer: int, *, beside: bool) -> None:
-        """The first wave of a layer, into the half of this turn; beside what the layer before it still missed, which is
-        little, or in place of what that has computed."""
-        base, where = self._turn * self._half, self._where[0]  # not written
-        waves.take(
-            self._residency, self.waves, self._next, counts, layer, where, base, self._half, first=beside, ahead=True
-        )
-        self._ahead = layer, self._side.run(lambda stream: self._fetch(self._next, stream))
+        """Experts of a layer before they are known: what there is room for beside all of the layer before it, and the
+        others in place of what that has computed."""
+        where, fetches = self._where[0], self._list()  # where is not written
+        waves.take(self._residency, self.waves, fetches, counts, layer, where, 0, self._room, first=beside, ahead=True)
+        self._ahead = layer, self._side.run(lambda stream: self._fetch(fetches, stream))
+
+    def _list(self) -> Fetches:
+        self._turn += 1
+        return self._lists[self._turn % _LISTS]
 
     def _fetch(self, fetches: Fetches, stream: int | None) -> None:
         waves.fetch(self._from_pool, self._pool.stride, self._slots, fetches, self._pool.layout.nbytes, stream)
@@ -209,6 +203,10 @@ class Prefill:
         grouped.gate_up(part.x, self._slots, layout, groups, part.inner)
         grouped.down(part.inner, self._slots, layout, groups, part.out)
         grouped.combine_pairs(part.out, part.ids, where, part.weights, y[part.rows], add=add)
+
+
+_NOTHING: tuple[int, torch.Event | None] = -1, None
+"""Which layer was brought ahead, and when it is there."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Experts of a layer for more rows than one decision takes: what the link brings, wave by wave, and what the CPU does.
 
-The first slots are a ring of two halves. A wave is the experts that are brought into one half while those of the wave
-before are computed; the maps of ``Residency`` say at any time where everything is, so what a wave brought stays
-resident until its slot is needed, and nothing has to be given back. For each layer:
+The first slots are a ring. A wave is the experts that are brought while those of the wave before are computed: all that
+a layer misses, and then the next layer's, one after another as slots become free, so that the link never waits; if the
+ring is smaller than a layer, they take turns in its halves. The maps of ``Residency`` say at any time where everything
+is, so what a wave brought stays resident until its slot is needed, and nothing has to be given back. For each layer:
 
 * ``divide``: of the routed experts that are missing, the link takes those with the most rows and the CPU the others,
   so that both end as early as possible by ``costs``;
-* ``take``: the next wave; with ``ahead`` the next layer's first one, of all its experts before they are routed;
+* ``take``: the next wave; with ``ahead`` of the next layer, of all its experts before they are routed;
 * ``keep``: values as if the last tokens had been decoded; experts of the ring that are worth more than others
   elsewhere go there. That is what the next decode steps find.
 
@@ -117,8 +118,8 @@ def take(
     *, first: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """Into the slots from ``base`` on, ``room`` of them. ``first``: experts that are there, of the layer that is
-    computed, are not computed yet. ``ahead``: all experts of the layer after that one, whose routing is not known;
-    ``where`` and ``counts`` do not matter then."""
+    computed, are not computed yet. ``ahead``: all experts of the layer after that one, whose routing is not known, the
+    ``first`` and then the others; ``where`` and ``counts`` do not matter then."""
     experts, start = state.experts, layer * state.experts
     barred = ({layer} if ahead or first else set()) | ({layer - 1} if ahead and first else set())
     if ahead:
@@ -136,7 +137,8 @@ def take(
         fetches.fetch[number] = torch.tensor([slot, start + e, state.parts], dtype=torch.int32)
     fetches.counts[0] = len(given)
     if ahead:
-        _set(waves.brought, dict.fromkeys(given, 1), 0)
+        before = [] if first else waves.brought.nonzero().flatten().tolist()
+        _set(waves.brought, dict.fromkeys([*before, *given], 1), 0)
     else:
         _set(where, given, -1)
         waves.todo[list(given)] = 0

@@ -1,18 +1,21 @@
 """The prefill kernels on a GPU: right first, then how fast.
 
-    python -P -m engine.kernels.check_prefill [--seed N] [--tune]
+    python -P -m engine.kernels.check_prefill [--seed N] [--tune] [--only PART]
 
-Twins are computed on the GPU, in float64 where they can be; the relative error is that of the whole result, and what a
-kernel leaves unwritten is NaN. Sizes are those of Qwen3.6-35B-A3B. ``--tune`` times other tilings. Ends with status 1
-where something is wrong.
+Parts are checked beside each other, by processes of their own, since most of it is compiling; then they are timed one
+after another. Twins are computed on the GPU, in float64 where they can be; the relative error is that of the whole
+result, and what a kernel leaves unwritten is NaN. Sizes are those of Qwen3.6-35B-A3B. ``--tune`` times other tilings;
+``--only`` checks one part and times nothing. Ends with status 1 where something is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -22,7 +25,7 @@ from engine.api import PAGE
 from engine.experts.layout import FORMATS, Layout
 from engine.kernels import chunked_delta, grouped, grouped_twin, prefill_attention, prefill_conv
 from engine.kernels.grouped import Groups
-from engine.kernels.time_prefill import time_all, tune
+from engine.kernels.time_prefill import compile_all, rates, time_all, tune
 from engine.kernels.timing import (
     CHANNELS,
     EXPERTS,
@@ -102,65 +105,85 @@ def convolutions(draw: Draws) -> Iterator[Result]:
     yield "conv, state", state, twin, 1e-6
 
 
-def products(draw: Draws) -> Iterator[Result]:
+def products(name: str, draw: Draws) -> Iterator[Result]:
     """Few, some and many pairs an expert on average, of which a few get all; experts that are not here, pairs of none.
     As many experts as are timed, for the same kernels."""
     inner, count, used = 512, EXPERTS, 12
-    for name, format in FORMATS.items():
-        layout = Layout(format, HIDDEN, inner)
-        blobs = torch.zeros(3, -(-layout.nbytes // 256) * 256, dtype=torch.uint8)
-        for blob in blobs:
-            gate_up, down = torch.randn(2 * inner, HIDDEN) * HIDDEN**-0.5, torch.randn(HIDDEN, inner) * inner**-0.5
-            layout.encode(gate_up, down, blob[: layout.nbytes])
-        slots, slot = blobs.to(GPU), (torch.arange(count, dtype=torch.int32) % 4 - 1).to(GPU)
-        for rows in (17, 1000, 2100):
-            ids = draw(rows, used).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
-            ids[3, 2] = -1
-            groups = Groups(*grouped.sort_pairs(ids, count)[:2], slot)
-            cpu = Groups(*grouped_twin.sort_pairs(ids.cpu(), count)[:2], slot.cpu())
-            yield f"order of {rows}", groups.order, cpu.order.to(GPU), 0
-            x, weights = draw(rows, HIDDEN), draw(rows, 8)
-            h, out = x.new_zeros(rows * 8, inner).bfloat16(), x.new_zeros(rows * 8, HIDDEN).bfloat16()
-            y, want_y = torch.empty_like(x), torch.empty_like(x).cpu()
-            grouped.gate_up(grouped.arrange(x, layout, h.dtype), slots, layout, groups, h)
-            grouped.down(h, slots, layout, groups, out)
-            grouped.combine_pairs(out, ids, slot, weights, y)
-            want_h, want = torch.zeros(h.shape), torch.zeros(out.shape)
-            grouped_twin.gate_up(x.cpu(), blobs, layout, cpu, want_h)
-            grouped_twin.down(want_h, blobs, layout, cpu, want)
-            grouped_twin.combine_pairs(want, ids.cpu(), slot.cpu(), weights.cpu(), want_y)
-            yield f"{name}, {rows} rows, gate_up", h, grouped.arrange(want_h.to(GPU), layout, h.dtype), 1e-2
-            yield f"{name}, {rows} rows, down", out, want, 1e-2
-            yield f"{name}, {rows} rows, sum", y, want_y, 1e-2
+    layout = Layout(FORMATS[name], HIDDEN, inner)
+    blobs = torch.zeros(3, -(-layout.nbytes // 256) * 256, dtype=torch.uint8)
+    for blob in blobs:
+        gate_up, down = torch.randn(2 * inner, HIDDEN) * HIDDEN**-0.5, torch.randn(HIDDEN, inner) * inner**-0.5
+        layout.encode(gate_up, down, blob[: layout.nbytes])
+    slots, slot = blobs.to(GPU), (torch.arange(count, dtype=torch.int32) % 4 - 1).to(GPU)
+    for rows in (17, 1000, 2100):
+        ids = draw(rows, used).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
+        ids[3, 2] = -1
+        groups = Groups(*grouped.sort_pairs(ids, count)[:2], slot)
+        cpu = Groups(*grouped_twin.sort_pairs(ids.cpu(), count)[:2], slot.cpu())
+        yield f"order of {rows}", groups.order, cpu.order.to(GPU), 0
+        x, weights = draw(rows, HIDDEN), draw(rows, 8)
+        h, out = x.new_zeros(rows * 8, inner).bfloat16(), x.new_zeros(rows * 8, HIDDEN).bfloat16()
+        y, want_y = torch.empty_like(x), torch.empty_like(x).cpu()
+        grouped.gate_up(grouped.arrange(x, layout, h.dtype), slots, layout, groups, h)
+        grouped.down(h, slots, layout, groups, out)
+        grouped.combine_pairs(out, ids, slot, weights, y)
+        want_h, want = torch.zeros(h.shape), torch.zeros(out.shape)
+        grouped_twin.gate_up(x.cpu(), blobs, layout, cpu, want_h)
+        grouped_twin.down(want_h, blobs, layout, cpu, want)
+        grouped_twin.combine_pairs(want, ids.cpu(), slot.cpu(), weights.cpu(), want_y)
+        yield f"{name}, {rows} rows, gate_up", h, grouped.arrange(want_h.to(GPU), layout, h.dtype), 1e-2
+        yield f"{name}, {rows} rows, down", out, want, 1e-2
+        yield f"{name}, {rows} rows, sum", y, want_y, 1e-2
 
 
-def check(seed: int) -> bool:
+PARTS: dict[str, Callable[[Draws], Iterator[Result]]] = {
+    "attention": attentions,
+    "delta": deltas,
+    "conv": convolutions,
+    **{name: partial(products, name) for name in FORMATS},
+}
+
+
+def check(part: str, seed: int) -> bool:
     right = True
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
-    for number, part in enumerate((attentions, deltas, convolutions, products)):
-        for name, got, want, most in part(Draws(seed + number)):
-            wide, exact = got.double().cpu(), want.double().cpu()
-            error = float((wide - exact).norm() / exact.norm())
-            good = error <= most  # false for NaN
-            right &= good
-            print(f"{'ok   ' if good else 'WRONG'} {name:44} {error:.2e}", flush=True)
+    for name, got, want, most in PARTS[part](Draws(seed)):
+        wide, exact = got.double().cpu(), want.double().cpu()
+        error = float((wide - exact).norm() / exact.norm())
+        good = error <= most  # false for NaN
+        right &= good
+        print(f"{'ok   ' if good else 'WRONG'} {name:44} {error:.2e}", flush=True)
     torch.use_deterministic_algorithms(False)
     return right
+
+
+def check_all(seed: int) -> bool:
+    """Each part in a process of its own, which leaves the kernels that are timed in Triton's cache."""
+    command = [sys.executable, "-P", "-m", "engine.kernels.check_prefill", "--seed", str(seed), "--only"]
+    running = [subprocess.Popen([*command, part], stdout=subprocess.PIPE, text=True) for part in PARTS]
+    for process in running:
+        print(process.communicate()[0], end="", flush=True)
+    return not any(process.returncode for process in running)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", choices=PARTS)
     options = parser.parse_args(arguments)
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, seed {options.seed}"
-    )
     with torch.inference_mode():
-        right = check(options.seed)
-        rate = time_all()
+        if options.only:
+            right = check(options.only, options.seed)
+            compile_all(options.only)
+            return 0 if right else 1
+        versions = f"torch {torch.__version__}, triton {triton.__version__}"
+        print(f"{torch.cuda.get_device_name()}, {versions}, seed {options.seed}", flush=True)
+        right = check_all(options.seed)
+        bounds = rates()
+        time_all(bounds)
         if options.tune:
-            tune(rate)
+            tune(bounds)
     print("all right" if right else "WRONG results above")
     return 0 if right else 1
 

@@ -7,7 +7,8 @@ the same run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.experts.layout import FORMATS, ExpertFormat, Layout
-from engine.kernels import chunked_delta, grouped, prefill_attention, prefill_conv, recurrent
+from engine.kernels import chunked_delta, grouped, prefill_attention, prefill_conv
 from engine.kernels.grouped import Groups, Tile
 from engine.kernels.timing import (
     CHANNELS,
@@ -30,7 +31,6 @@ from engine.kernels.timing import (
     TOP_K,
     VALUE_HEADS,
     WIDTH,
-    elapsed,
     make_batch,
     measure,
     random,
@@ -42,28 +42,31 @@ ROWS = 8192
 Call = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Timed:
+    """``amount``: floating-point operations of products, or bytes that have to be moved."""
+
+    name: str
+    call: Call
+    amount: float
+    unit: str = "FLOP"
+
+
 def best(call: Call) -> float:
     """Microseconds of one call in a captured graph of many."""
     return measure([call], samples=3).microseconds
 
 
-def once(call: Call) -> float:
-    """Microseconds of one slow call, once it is compiled."""
-    call()
-    return elapsed(call)
-
-
-def matmul_rate() -> float:
-    """Floating-point operations a second of torch's product of 8,192 x 8,192 matrices."""
+def rates() -> dict[str, float]:
+    """A second's floating-point operations of torch's product of 8,192 x 8,192 matrices, and bytes that it reads."""
     a, b = random(8192, 8192, dtype=torch.bfloat16), random(8192, 8192, dtype=torch.bfloat16)
-    return 2 * 8192**3 / best(partial(torch.mm, a, b)) * 1e6
+    return {"FLOP": 2 * 8192**3 / best(partial(torch.mm, a, b)) * 1e6, "B": read_bandwidth()}
 
 
-def tell(name: str, microseconds: float, amount: float, bound: float, unit: str, note: str = "") -> None:
-    """``amount``: operations or bytes; ``bound``: of them a second."""
-    rate = amount / microseconds * 1e6
-    share = f"{rate / 1e12:7.2f} T{unit}/s {100 * rate / bound:4.0f} %"
-    print(f"{name:44} {microseconds:10.1f} µs {share} {note}", flush=True)
+def tell(timed: Timed, microseconds: float, bounds: dict[str, float]) -> None:
+    rate, bound = timed.amount / microseconds * 1e6, bounds[timed.unit]
+    share = f"{rate / 1e12:7.2f} T{timed.unit}/s {100 * rate / bound:4.0f} %"
+    print(f"{timed.name:44} {microseconds:10.1f} µs {share}", flush=True)
 
 
 class Attention:
@@ -89,9 +92,6 @@ class Delta:
 
     def __call__(self, tiling: chunked_delta.Tiling | None = None) -> Tensor:
         return chunked_delta.gated_delta(*self.given, self.state, self.batch, tiling=tiling)
-
-    def serial(self) -> Tensor:
-        return recurrent.gated_delta(*self.given, self.state, self.batch)
 
 
 class Experts:
@@ -123,74 +123,90 @@ class Experts:
     def down(self) -> None:
         grouped.down(self.h, self.slots, self.layout, self.groups, self.out)
 
+    def both(self) -> None:
+        self.gate_up()
+        self.down()
+
     def combine(self) -> None:
         grouped.combine_pairs(self.out, self.ids, self.every, self.weights, self.y)
 
+    def sort(self) -> None:
+        grouped.sort_pairs(self.ids, EXPERTS)
 
-def time_attention(rate: float) -> None:
+
+def attentions() -> Iterator[Timed]:
     for rows, history in ((ROWS, 0), (ROWS, 60_000), (2048, 60_000), (200, 60_000), (17, 60_000)):
         work = Attention(rows, history)
-        tell(f"attention of {rows} behind {history}", best(work), work.operations, rate, "FLOP")
+        yield Timed(f"attention of {rows} behind {history}", work, work.operations)
 
 
-def time_recurrences(reading: float) -> None:
+def deltas() -> Iterator[Timed]:
     for rows in (ROWS, 200):
         work = Delta(rows)
-        took, serial = best(work), once(work.serial)
-        tell(f"gated delta of {rows}", took, work.nbytes, reading, "B", f"token by token {serial / took:.1f} x")
+        yield Timed(f"gated delta of {rows}", work, work.nbytes, "B")
+
+
+def convolutions() -> Iterator[Timed]:
+    for rows in (ROWS, 200):
         x, weight, window = random(rows, CHANNELS), random(CHANNELS, WIDTH), random(1, CHANNELS, WIDTH - 1)
-        took = best(partial(prefill_conv.conv, x, weight, window, work.batch))
-        serial = once(partial(recurrent.conv, x, weight, window, work.batch))
-        tell(f"conv of {rows}", took, 2 * x.nbytes, reading, "B", f"token by token {serial / took:.1f} x")
+        batch = make_batch([(rows, 0, 0)], GPU)
+        yield Timed(f"conv of {rows}", partial(prefill_conv.conv, x, weight, window, batch), 2 * x.nbytes, "B")
 
 
-def time_experts(rate: float, reading: float) -> None:
-    for name, format in FORMATS.items():
-        work = Experts(format)
-        for rows in (17, 200, 1000, ROWS):
-            work.route(rows)
-            up, down, both = best(work.gate_up), best(work.down), work.operations
-            tell(f"{name} gate_up of {rows}", up, both * 2 / 3, rate, "FLOP")
-            tell(f"{name} down of {rows}", down, both / 3, rate, "FLOP")
-            blobs = 100 * work.nbytes / (up + down) * 1e6 / reading
-            tell(f"{name} both of {rows}", up + down, both, rate, "FLOP", f"blobs read at {blobs:.0f} %")
-    for rows in (200, ROWS):
+def products(name: str) -> Iterator[Timed]:
+    """Few rows read blobs, most of all; many multiply."""
+    work = Experts(FORMATS[name])
+    for rows in (17, 200, 1000):
         work.route(rows)
-        sort = best(partial(grouped.sort_pairs, work.ids, EXPERTS))
-        tell(f"sort and sum pairs of {rows}", best(work.combine), work.out.nbytes, reading, "B", f"sort {sort:.1f} µs")
+        yield Timed(f"{name} experts of {rows}", work.both, work.nbytes, "B")
+    work.route(ROWS)
+    yield Timed(f"{name} gate_up of {ROWS}", work.gate_up, work.operations * 2 / 3)
+    yield Timed(f"{name} down of {ROWS}", work.down, work.operations / 3)
+    yield Timed(f"{name} experts of {ROWS}", work.both, work.operations)
+    yield Timed(f"{name}, pairs of {ROWS} in order", work.sort, 3 * work.ids.nbytes, "B")
+    yield Timed(f"{name}, sums of {ROWS}", work.combine, work.out.nbytes + work.y.nbytes, "B")
 
 
-def time_all() -> float:
-    """Prints a line for each; the rate of matrix products."""
-    rate, reading = matmul_rate(), read_bandwidth()
-    print(f"torch: {rate / 1e12:.0f} TFLOP/s, reading {reading / 1e9:.0f} GB/s: the 100 % below")
-    time_attention(rate)
-    time_recurrences(reading)
-    time_experts(rate, reading)
-    return rate
+PARTS: dict[str, Callable[[], Iterator[Timed]]] = {
+    "attention": attentions,
+    "delta": deltas,
+    "conv": convolutions,
+    **{name: partial(products, name) for name in FORMATS},
+}
 
 
-def tune(rate: float) -> None:
+def time_all(bounds: dict[str, float]) -> None:
+    """Prints a line for each."""
+    print(f"torch: {bounds['FLOP'] / 1e12:.0f} TFLOP/s, reading {bounds['B'] / 1e9:.0f} GB/s: the 100 % below")
+    for part in PARTS.values():
+        for timed in part():
+            tell(timed, best(timed.call), bounds)
+
+
+def compile_all(part: str) -> None:
+    """What is timed of it."""
+    for timed in PARTS[part]():
+        timed.call()
+    torch.cuda.synchronize()
+
+
+def tune(bounds: dict[str, float]) -> None:
     """Other tilings, the best first."""
-    work = Attention(ROWS, 20_000)
-    plans = itertools.starmap(
-        prefill_attention.Tiling, ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3))
-    )
-    for took, plan in sorted((best(partial(work, plan)), str(plan)) for plan in plans):
-        tell(f"attention {plan}", took, work.operations, rate, "FLOP")
-    delta = Delta(ROWS)
-    deltas = itertools.starmap(chunked_delta.Tiling, ((32, 32, 2), (64, 32, 2), (32, 16, 2), (32, 32, 1)))
-    for took, shape in sorted((best(partial(delta, each)), str(each)) for each in deltas):
-        print(f"gated delta {shape}: {took:.1f} µs")
+    found: list[tuple[float, Timed]] = []
+    work, delta = Attention(ROWS, 20_000), Delta(ROWS)
+    for plan in itertools.starmap(prefill_attention.Tiling, ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3))):
+        found.append((best(partial(work, plan)), Timed(f"attention {plan}", work, work.operations)))
+    for shape in itertools.starmap(chunked_delta.Tiling, ((32, 32, 2), (64, 32, 2), (32, 16, 2), (32, 32, 1))):
+        found.append((best(partial(delta, shape)), Timed(f"delta {shape}", delta, delta.nbytes, "B")))
     for name, format in FORMATS.items():
-        experts, chosen, found = Experts(format), grouped.TILES[name], []
+        experts, chosen = Experts(format), grouped.TILES[name]
         experts.route(ROWS)
         for tile in itertools.starmap(
             Tile, ((128, 64, 256, 64, 8, 3), (128, 64, 256, 64, 8, 4), (128, 32, 128, 64, 4, 3),
                    (128, 32, 128, 64, 4, 4), (256, 64, 128, 64, 8, 3))
         ):  # fmt: skip
             grouped.TILES[name] = (tile, tile, tile)
-            found.append((best(experts.gate_up), best(experts.down), str(tile)))
+            found.append((best(experts.both), Timed(f"{name} {tile}", experts.both, experts.operations)))
         grouped.TILES[name] = chosen
-        for up, down, shape in sorted(found, key=lambda each: each[0] + each[1]):
-            tell(f"{name} {shape}", up + down, experts.operations, rate, "FLOP", f"{up:.0f} + {down:.0f}")
+    for took, timed in sorted(found, key=lambda each: (each[1].name.split()[0], each[0])):
+        tell(timed, took, bounds)

@@ -146,7 +146,10 @@ def _take(
     tl.store(fetch + rank * 3 + 1, flat, mask=taken)
     tl.store(fetch + rank * 3 + 2, parts, mask=taken)
     if AHEAD:
-        tl.store(brought + e, taken.to(tl.int32), mask=here)
+        came = taken.to(tl.int32)
+        if not FIRST:
+            came += tl.load(brought + e, mask=here, other=0)
+        tl.store(brought + e, came, mask=here)
     else:
         tl.store(where + e, mine, mask=here)
         tl.store(todo + e, 0, mask=taken)

@@ -208,7 +208,7 @@ def test_a_fixed_split_holds_for_prefill_too(made: MakeCase) -> None:
 
 
 def test_long_calls_bring_whole_layers_ahead_and_only_what_is_missing(made: MakeCase) -> None:
-    case = made(LAYERS * EXPERTS + 22)
+    case = made(LAYERS * EXPERTS + 10)
     case.costs(row=1e6, read=1.0)
     assert case.offloaded.prefill.streams(300)
     case.call(300, 1)

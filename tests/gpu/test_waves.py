@@ -97,26 +97,31 @@ def test_the_device_decides_as_the_reference(experts: int, slots: int, ranks: in
 
 
 def whole_call(both: Both, rng: random.Random, rows: int, ranks: int, half: int, *, cpu: bool) -> None:
-    want, ahead, turn = both.want, False, 0
-    experts = want.state.experts
+    want, ahead, turn, experts = both.want, False, 0, both.want.state.experts
+    whole = 2 * half >= experts
+    room, turns = (2 * half, 1) if whole else (half, -(-experts // half))
     for layer in range(LAYERS):
         ids = routed(rng, rows, ranks, experts)
         counts = torch.bincount(ids[ids >= 0].long(), minlength=experts).int()
         before = want.state.counters.tolist()
         both.divide(counts, layer, ahead=ahead, cpu=cpu)
         seen = (want.where >= 0).int() + want.waves.on_cpu
-        for wave in range(-(-experts // half)):
+        for wave in range(turns):
             turn ^= 1
-            both.take(counts, layer, turn * half, half, first=not wave, ahead=False)
+            both.take(counts, layer, 0 if whole else turn * half, room, first=not wave, ahead=False)
             seen += (want.where >= 0).int()
         assert seen.tolist() == (counts > 0).int().tolist()  # everything that is routed, exactly once
         assert not want.waves.todo.any()
-        ahead = layer + 1 < LAYERS and rng.random() < 0.5
+        ahead = whole and layer + 1 < LAYERS and rng.random() < 0.7
         if ahead:
-            both.take(counts, layer + 1, turn * half, half, first=rng.random() < 0.5, ahead=True)
+            both.take(counts, layer + 1, 0, room, first=True, ahead=True)
         of_layer = want.state.slot_of[layer * experts : (layer + 1) * experts] >= 0
         both.keep(ids[-TAIL:], rows, layer, 2 * half)
         assert torch.equal(want.state.slot_of[layer * experts : (layer + 1) * experts] >= 0, of_layer)
+        if ahead:
+            both.take(counts, layer + 1, 0, room, first=False, ahead=True)
+            there = [want.state.slot_of[(layer + 1) * experts + e] >= 0 for e in range(experts)]
+            assert all(there) and sum(want.waves.brought.tolist()) <= experts
         change = [now - then for now, then in zip(want.state.counters.tolist(), before, strict=True)]
         told, parts = want.waves.told[layer].tolist(), LAYOUT.parts
         assert change[BYTES] * parts == change[FETCHED] * LAYOUT.nbytes
