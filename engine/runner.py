@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -73,9 +73,12 @@ class Runner:
         wait(AFTER)
         return logits
 
-    def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
-        """What tokens are drawn from: of each part that wants its logits, in order; good until the next call. Raises
-        what ``wait`` does."""
+    def score(
+        self, parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Callable[[], None] = lambda: None
+    ) -> Sequence[Row]:
+        """What tokens are drawn from: of each part that wants its logits, in order; good until the next call.
+        ``meanwhile`` is called once, while a device computes, if there is one. Raises what ``wait`` does."""
+        meanwhile()
         return list(self.forward(parts, wait).numpy())
 
     def gauges(self) -> dict[str, float]:

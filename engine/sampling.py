@@ -35,15 +35,16 @@ _HOTTEST = 1e3
 """Above this temperature, scores that differ may be equally probable; all rows are then looked at whole."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Best:
-    """A row of logits whose best are here and whose others are not. ``ids`` int64 [n] and ``scores`` float64 [n];
-    no other token scores above ``floor``. ``highest`` of the row, NaN if any score is; ``mass``: the sum over the whole
-    row of exp((score - highest of these) / temperature). ``masked``: what a grammar rules out scored -inf; else only
-    ``highest`` knows of it. ``whole`` fetches all logits, while no other step was begun."""
+    """A row of logits whose best are here and whose others are not: ``ids`` int32 [n] and ``scores`` float32 [n], the
+    highest first and of equals the lower id; good until the next step. No other token scores above ``floor``.
+    ``highest`` of the row, NaN if any score is; ``mass``: the sum over the whole row of exp((score - highest of these)
+    / temperature). ``masked``: what a grammar rules out scored -inf; else only ``highest`` knows of it. ``whole``
+    fetches all logits, while no other step was begun."""
 
-    ids: NDArray[np.int64]
-    scores: Floats
+    ids: NDArray[np.int32]
+    scores: Logits
     floor: float
     highest: float
     mass: float
@@ -78,7 +79,7 @@ def whole(row: Row) -> Logits:
 
 def check_scores(row: Row, position: int) -> None:
     """Raises ScoresError if the model's scores, and so its state, are no numbers."""
-    if not np.isfinite(row.highest if isinstance(row, Best) else row.max()):
+    if not math.isfinite(row.highest if isinstance(row, Best) else row.max()):
         raise ScoresError(f"the scores at position {position} are not finite")
 
 
@@ -193,43 +194,49 @@ class Sampler:
         found within."""
         if (self._raises and best.floor > -np.inf) or self._sampling.temperature > _HOTTEST:
             return None
-        scores = self._adjust(best.scores.copy(), best.ids)
-        sure = scores > best.floor
-        ids, scores = best.ids[sure], scores[sure]
-        if mask is not None:
-            allowed = (mask[ids >> 5] >> (ids & 31).astype(np.uint32)) & 1 != 0
-            ids, scores = ids[allowed], scores[allowed]
+        ids, scores = self._sure(best, mask)
         if not len(ids):
             return None
-        order = np.lexsort((ids, -scores))
-        ids, scores = ids[order], scores[order]
         if self._sampling.temperature <= 0.0:
             return int(ids[0])
-        scores /= self._divisor
-        sampling = self._within_best(best, scores, alone=mask is None and not self._adjusts)
-        if sampling is None:
+        scores = scores / self._divisor
+        top_p = self._within_best(best, scores, alone=mask is None and not self._adjusts)
+        if top_p is None:
             return None
-        if _keeps_all(sampling):
+        if _keeps_all(self._sampling):
             order = np.argsort(ids)
             ids, scores = ids[order], scores[order]
-        places, probabilities = candidates(scores, sampling)
+        places, probabilities = candidates(scores, self._sampling, top_p)
         return self._choose(ids[places], probabilities, position)
 
-    def _within_best(self, best: Best, scores: Floats, *, alone: bool) -> Sampling | None:
-        """The same filters for these scores alone, descending and divided by the temperature; None where they would let
-        others through. ``alone``: all tokens are still as the model scored them."""
+    def _sure(self, best: Best, mask: Mask | None) -> tuple[NDArray[np.int64], Floats]:
+        """Ids and scores, adjusted, of those that no other token beats: descending, of equals the lower id first."""
+        ids, scores = best.ids.astype(np.int64), best.scores.astype(np.float64)
+        if mask is None and not self._adjusts:  # they are in order
+            count = int(np.count_nonzero(scores > best.floor))
+            return ids[:count], scores[:count]
+        sure = self._adjust(scores, ids) > best.floor
+        if mask is not None:
+            sure &= (mask[ids >> 5] >> (ids & 31).astype(np.uint32)) & 1 != 0
+        ids, scores = ids[sure], scores[sure]
+        order = np.lexsort((ids, -scores))
+        return ids[order], scores[order]
+
+    def _within_best(self, best: Best, scores: Floats, *, alone: bool) -> float | None:
+        """What is ``top_p`` for these scores alone, descending and divided by the temperature; None where the filters
+        would let others through. ``alone``: all tokens are still as the model scored them."""
         sampling = self._sampling
         if best.floor == -np.inf or _keeps_all(sampling):
-            return sampling if best.floor == -np.inf else None
+            return sampling.top_p if best.floor == -np.inf else None
         if sampling.top_k:
-            return sampling if len(scores) >= sampling.top_k else None
+            return sampling.top_p if len(scores) >= sampling.top_k else None
         if sampling.top_p < 1.0:
             if not alone or best.temperature != sampling.temperature:
                 return None
             mass = sampling.top_p * best.mass / float(np.exp(scores - scores[0]).sum())
-            return replace(sampling, top_p=mass) if mass < 1.0 else None
+            return mass if mass < 1.0 else None
         others = math.exp(best.floor / self._divisor - scores[0])
-        return sampling if others < sampling.min_p else None
+        return sampling.top_p if others < sampling.min_p else None
 
     @property
     def _divisor(self) -> float:
@@ -260,19 +267,27 @@ class Sampler:
         return scores
 
 
-def candidates(scores: Floats, sampling: Sampling) -> tuple[NDArray[np.int64], Floats]:
-    """Token ids that may be drawn and their probabilities (not renormalised).
+def candidates(
+    scores: Floats, sampling: Sampling, top_p: float | None = None
+) -> tuple[NDArray[np.int64], Floats]:  # fmt: skip
+    """Places of the scores whose tokens may be drawn and their probabilities (not renormalised). ``top_p`` instead of
+    that of ``sampling``, of scores that descend.
 
-    Sorted by descending probability, except that with no filter at all they stay in the order of their ids."""
+    Sorted by descending probability, except that with no filter at all they stay in order."""
     probabilities = np.exp(scores - scores.max())
     probabilities /= probabilities.sum()
     if _keeps_all(sampling):
         return np.arange(len(scores)), probabilities
-    ids = _top(probabilities, sampling.top_k or len(scores), sampling.top_p)
+    count = sampling.top_k or len(scores)
+    if top_p is None:
+        top_p = sampling.top_p
+        ids = _top(probabilities, count, top_p)
+    else:
+        ids = np.arange(min(count, len(scores)))
     kept = probabilities[ids]
-    if sampling.top_p < 1.0:
+    if top_p < 1.0:
         before = np.cumsum(kept) - kept
-        within = before < (sampling.top_p * kept.sum() if sampling.top_k else sampling.top_p)
+        within = before < (top_p * kept.sum() if sampling.top_k else top_p)
         within[0] = True
         ids = ids[within]
         kept = probabilities[ids]
@@ -333,10 +348,10 @@ def _logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
 def _logprob_of_best(best: Best, token: int, alternatives: int) -> TokenLogprob | None:
     """None where that takes the whole row."""
     sure = best.scores > best.floor
-    ids, scores = best.ids[sure], best.scores[sure]
+    ids, scores = best.ids[sure], best.scores[sure].astype(np.float64)
     at = np.flatnonzero(ids == token)
     if not len(at) or len(ids) < alternatives or best.temperature != 1.0:
         return None
-    order = np.lexsort((ids, -scores))[:alternatives]
-    scores = scores - best.highest - math.log(best.mass)
-    return TokenLogprob(token, float(scores[at[0]]), tuple((int(ids[one]), float(scores[one])) for one in order))
+    scores -= best.highest + math.log(best.mass)
+    top = zip(ids[:alternatives].tolist(), scores[:alternatives].tolist(), strict=True)
+    return TokenLogprob(token, float(scores[at[0]]), tuple(top))

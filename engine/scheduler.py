@@ -30,7 +30,6 @@ from engine.api import (
 )
 from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.loading import Engine, OpenStore, load_engine
-from engine.memory.keys import common_tokens
 from engine.memory.restore import RestoreFailed
 from engine.memory.resume import Plan
 from engine.memory.states import Want
@@ -38,7 +37,7 @@ from engine.models.model import Progress
 from engine.pace import Pace
 from engine.refusal import refuse
 from engine.sampling import Logits, Row, check_scores, whole
-from engine.sequence import AHEAD, BRANCH, TIP, Sequence, Snapshot
+from engine.sequence import AHEAD, TIP, Sequence, Snapshot
 from engine.watching import Watching
 
 _log = logging.getLogger(__name__)
@@ -76,6 +75,7 @@ class Scheduler:
         """Admitted, and waiting for the store."""
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[Reply] = []
+        self._later: Callable[[], None] = lambda: None
         self._order = 0
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self.pace = Pace()
@@ -118,9 +118,17 @@ class Scheduler:
                 self._finish(sequence, "abort")
                 return
 
-    def step(self) -> list[Reply]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Reply]:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
-        while idle, too: what has settled goes to the store."""
+        while idle, too: what has settled goes to the store. ``meanwhile`` is called once, while a device computes if
+        one does: what need not be done before the next tokens are fed."""
+        self._later = meanwhile
+        try:
+            return self._step()
+        finally:
+            self._meanwhile()
+
+    def _step(self) -> list[Reply]:
         self.memory.tick(self._clock())
         self.partition.tick(self._clock(), self.pace.token_seconds)
         if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
@@ -131,9 +139,14 @@ class Scheduler:
         # What was just read for a background request is built on at once: in the next step it may have to give way.
         replied = self._outbox and not any(one.unused and one.request.background for one in self._running)
         if not (replied or self._forward() or self._overlap()):
+            self._meanwhile()
             self._wait_for_reads()
         replies, self._outbox = self._outbox, []
         return replies
+
+    def _meanwhile(self) -> None:
+        later, self._later = self._later, lambda: None
+        later()
 
     def close(self, timeout: float) -> None:
         """End everything; with a store, what is worth keeping is written, within ``timeout`` seconds or so."""
@@ -187,7 +200,7 @@ class Scheduler:
             modest = request.side or request.background
             if not self._running or sequence.refused != self.memory.pool.released:
                 plan = self.memory.plan(sequence.encoded, request.namespace, sequence.reach)
-                if self._shared_by_another(sequence, plan):
+                if any(sequence.shares(plan, other) for other in (*self._restoring, *self._running)):
                     continue
                 fits = self.memory.fits(plan, sequence.pages_needed(), modest=modest)
             if not fits:
@@ -221,23 +234,6 @@ class Scheduler:
         tokens = min(len(sequence.tokens) - plan.position, self._chunk)
         alone = not (self._running or sequence.request.background)
         return alone and self.pace.hides(plan.disk_bytes, tokens)
-
-    def _shared_by_another(self, sequence: Sequence, plan: Plan) -> bool:
-        """Whether another is reading what this one would read too, or its prefill is about to compute a page or more
-        that this one could then reuse; if so it is asked to leave a checkpoint there."""
-        for other in (*self._restoring, *self._running):
-            if other.request.namespace != sequence.request.namespace:
-                continue
-            shared = min(common_tokens(sequence.encoded, other.encoded), len(sequence.tokens) - 1)
-            position = shared // PAGE * PAGE
-            if other.plan is not None:
-                if plan.stored and min(position, other.plan.position) > PAGE * len(plan.pages):
-                    return True
-            elif other.remaining > 1 and position >= plan.position + PAGE and position > other.fed:
-                other.want(position, BRANCH)
-                sequence.waits = other, position
-                return True
-        return False
 
     def _start(self, sequence: Sequence, plan: Plan) -> None:
         """Everything up to the plan's position is there."""
@@ -314,7 +310,7 @@ class Scheduler:
         snapshots = [self._take_snapshots(sequence, count) for sequence, count in shares]
         parts = [one.rows(count, taken) for (one, count), taken in zip(shares, snapshots, strict=True)]
         start = time.perf_counter()
-        scored = iter(self.runner.score(parts))
+        scored = iter(self.runner.score(parts, meanwhile=self._meanwhile))
         answers = sum(one.decoding for one, _ in shares)
         self.pace.fed(sum(count for _, count in shares), time.perf_counter() - start, answers)
         self._counts["steps"] += 1
@@ -352,7 +348,7 @@ class Scheduler:
         wait = self.memory.overlap(lease)
         taken = self._take_snapshots(sequence, count)
         try:
-            scored = self.runner.score([sequence.rows(count, taken)], wait)
+            scored = self.runner.score([sequence.rows(count, taken)], wait, self._meanwhile)
         except RestoreFailed:
             for _, slot, _ in taken:
                 self.memory.give_back(slot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.api import PAGE, FinishReason, Request, Reuse
 from engine.grammar import Guide
-from engine.memory.keys import encode
+from engine.memory.keys import common_tokens, encode
 from engine.memory.memory import Lease
 from engine.memory.resume import Plan
 from engine.memory.states import Want
@@ -119,6 +119,21 @@ class Sequence:
         tokens, last, sampler = self.tokens[fed : fed + count], count == self.remaining, self.sampler
         mask = sampler.mask if last else None
         return Rows(tokens, fed, lease.table, lease.slot, snapshots, last, sampler.temperature, mask)
+
+    def shares(self, plan: Plan, other: Sequence) -> bool:
+        """Whether an other is reading what this one would read too, or its prefill is about to compute a page or more
+        that this one could then reuse; if so it is asked to leave a checkpoint there."""
+        if other.request.namespace != self.request.namespace:
+            return False
+        shared = min(common_tokens(self.encoded, other.encoded), len(self.tokens) - 1)
+        position = shared // PAGE * PAGE
+        if other.plan is not None:
+            return bool(plan.stored) and min(position, other.plan.position) > PAGE * len(plan.pages)
+        if other.remaining <= 1 or position < plan.position + PAGE or position <= other.fed:
+            return False
+        other.want(position, BRANCH)
+        self.waits = other, position
+        return True
 
     def place(self, plan: Plan, grid: int) -> None:
         """It goes on at the plan's position: choose what to keep in prefill."""

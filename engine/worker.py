@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Protocol, cast
@@ -74,7 +75,7 @@ class Scheduler(Protocol):
     def idle(self) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
-    def step(self) -> list[Reply]: ...
+    def step(self, meanwhile: Callable[[], None]) -> list[Reply]: ...
     def stats(self) -> Stats: ...
     def admin(self, command: Admin) -> Callable[[], AdminReply]:
         """What is returned may take long; it is called in another thread."""
@@ -161,7 +162,7 @@ def open_worker_store(
 
 
 class Worker:
-    """The engine's thread: takes commands between steps, steps, hands out replies."""
+    """The engine's thread: takes commands between steps, steps, hands out what the step before replied."""
 
     def __init__(self, scheduler: Scheduler, endpoint: Endpoint) -> None:
         self._scheduler = scheduler
@@ -181,11 +182,11 @@ class Worker:
             while True:
                 self._take(wait=self._scheduler.idle and not stepped)
                 if self._stopping:
+                    self._send(stepped)
                     return 0
                 self._endpoint.step_began = time.monotonic()
-                stepped = self._scheduler.step()
+                stepped = self._scheduler.step(partial(self._send, stepped))
                 self._endpoint.step_began = None
-                self._send(stepped)
         except Exception:  # noqa: BLE001 - whatever it was, this engine's state can no longer be trusted
             _log.exception("the engine failed; this worker ends")
             self._fail_all()

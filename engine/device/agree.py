@@ -168,13 +168,13 @@ class Led:
         """Compare all steps from now on."""
         score = runner.score
 
-        def compared(parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
+        def compared(parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Any = lambda: None) -> Sequence[Row]:
             there = [self._find(part) for part in parts]
             rows = [slice(part.position, part.position + len(part.tokens)) for part in parts]
             count = sum(len(part.tokens) for part in parts)
             ids = torch.cat([known.ids[:, at] for known, at in zip(there, rows, strict=True)], dim=1)
             self._ids[:, :count].copy_(ids)
-            out = score(parts, wait)
+            out = score(parts, wait, meanwhile)
             errors = self.errors["decode" if count <= FEW else "prefill"]
             wanted = torch.cat([known.scores[:, at] for known, at in zip(there, rows, strict=True)], dim=1)
             errors.add(self._scores[:, :count].cpu(), wanted, ids.long())

@@ -1,8 +1,8 @@
 """A decode step as one CUDA graph for each number of sequences.
 
-All that changes from step to step lies in one static buffer, which is copied to the device as one piece; the graph
-reads it there. What is made of the scores at its end can be made again, by a small graph of its own: of something that
-the step did not have to wait for. Without a GPU the same step runs at once, over the same buffers.
+All that changes from step to step lies in one static buffer on the host; the graph begins with copying it to the
+device. What is made of the scores at its end can be made again, by a small graph of its own: of something that the step
+did not have to wait for. Without a GPU the same step runs at once, over the same buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Inputs:
         self._tokens, self._positions, self._segments, self._table, self._temperatures = (
             view.numpy() for view in _views(self._host, sizes, rows)
         )
-        self._tables: list[tuple[int, ...]] = [()] * rows
+        self._tables: list[Sequence[int]] = [()] * rows
         tokens, positions, segments, table, self.temperatures = _views(self._device, sizes, rows)
         self.batch = Batch(
             tokens=tokens,
@@ -47,7 +47,7 @@ class Inputs:
         )
 
     def fill(self, parts: Sequence[Rows]) -> None:
-        """The copy is on the current stream; the last one must have been made."""
+        """On the host; the last ``copy`` must have been made."""
         width = self._table.shape[1]
         for row, part in enumerate(parts):
             if len(part.tokens) != 1 or part.snapshots or len(part.table) > width:
@@ -56,11 +56,13 @@ class Inputs:
             self._positions[row] = part.position
             self._segments[row] = (row, 1, part.position, part.slot)
             self._temperatures[row] = part.temperature
-            table = tuple(part.table)
-            if table != self._tables[row]:  # it is long, and mostly the same as in the last step
+            if part.table != self._tables[row]:  # it is long, and mostly the same as in the last step
                 self._table[row] = -1
-                self._table[row, : len(table)] = table
-                self._tables[row] = table
+                self._table[row, : len(part.table)] = part.table
+                self._tables[row] = part.table[:]
+
+    def copy(self) -> None:
+        """To the device, in the order of the current stream."""
         self._device.copy_(self._host, non_blocking=True)
 
 
@@ -113,6 +115,7 @@ class DecodeSteps:
         step = self.prepare(len(parts))
         step.inputs.fill(parts)
         if step.graphs is None:
+            step.inputs.copy()
             step.logits = self._model.forward(step.inputs.batch, self._cache)
             self.finish_again(step)
         else:
@@ -146,6 +149,7 @@ class DecodeSteps:
 
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)
+        inputs.copy()
         for _ in range(_WARM_UPS):
             out = self._finish(self._model.forward(inputs.batch, self._cache), inputs.temperatures)
         torch.cuda.synchronize(self._device)
@@ -153,6 +157,7 @@ class DecodeSteps:
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graphs[0], pool=self._memory, capture_error_mode="thread_local"):
+            inputs.copy()
             logits = self._model.forward(inputs.batch, self._cache)
             host.copy_(self._finish(logits, inputs.temperatures), non_blocking=True)
         with torch.cuda.graph(graphs[1], pool=self._memory, capture_error_mode="thread_local"):

@@ -4,6 +4,7 @@ to."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -44,20 +45,17 @@ def twin(logits: Tensor, temperatures: Tensor, which: Tensor, words: Tensor, mos
 def best_of(
     reduced: Tensor, temperatures: Sequence[float], masked: Sequence[bool], vocab: int, whole: Callable[[int], Logits]
 ) -> list[Best]:
-    """``reduced`` as ``reduce`` gives it, on the host; copied. ``whole`` fetches the logits of a row."""
-    numbers: npt.NDArray[np.int32] = reduced.numpy().copy()
+    """``reduced`` as ``reduce`` gives it, on the host, which is looked at and not copied. ``whole`` fetches the logits
+    of a row."""
+    numbers: npt.NDArray[np.int32] = reduced.numpy()
     kept = numbers.shape[1] // 2 - 1
-    scores, others = numbers[:, :kept].view(np.float32), numbers[:, 2 * kept :].view(np.float32)
+    scores, ids, others = numbers[:, :kept].view(np.float32), numbers[:, kept : 2 * kept], numbers[:, 2 * kept :]
     return [
         Best(
-            ids=numbers[row, kept : 2 * kept].astype(np.int64),
-            scores=scores[row].astype(np.float64),
-            floor=float(scores[row, -1]) if kept < vocab else -np.inf,
-            highest=float(others[row, 0]),
-            mass=float(others[row, 1]),
-            temperature=temperature,
-            masked=within,
-            whole=lambda row=row: whole(row),  # type: ignore[misc]
+            ids[row], scores[row], float(scores[row, -1]) if kept < vocab else -np.inf, highest, mass, temperature,
+            within, partial(whole, row),
         )
-        for row, (temperature, within) in enumerate(zip(temperatures, masked, strict=True))
-    ]
+        for row, ((highest, mass), temperature, within) in enumerate(
+            zip(others.view(np.float32).tolist(), temperatures, masked, strict=True)
+        )
+    ]  # fmt: skip

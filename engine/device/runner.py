@@ -65,10 +65,16 @@ class DeviceRunner(Runner):
             self._steps.prepare(rows)
             progress("decode steps", rows, self._most)
 
-    def score(self, parts: Sequence[Rows], wait: Wait = all_there) -> Sequence[Row]:
+    def score(
+        self, parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Callable[[], None] = lambda: None
+    ) -> Sequence[Row]:
         decodes = wait is all_there and self._decodes(parts)
         try:
-            reduced, masks, logits = self._replay(parts) if decodes else self._at_once(parts, wait)
+            if decodes:
+                reduced, masks, logits = self._replay(parts, meanwhile)
+            else:
+                meanwhile()
+                reduced, masks, logits = self._at_once(parts, wait)
         finally:
             if self._experts is not None:
                 self._experts.after_step()
@@ -124,7 +130,7 @@ class DeviceRunner(Runner):
             for part in parts
         )
 
-    def _replay(self, parts: Sequence[Rows]) -> tuple[Tensor, list[Mask | None], Tensor]:
+    def _replay(self, parts: Sequence[Rows], meanwhile: Callable[[], None]) -> tuple[Tensor, list[Mask | None], Tensor]:
         """The best of each row, what they were found within, and all scores; the first on the host."""
         wanted = [part.mask for part in parts]
         masks: list[Mask | None] = [None] * len(parts)
@@ -132,6 +138,7 @@ class DeviceRunner(Runner):
             self._masks.copy(masks)
         step = self._steps.launch(parts)
         over = self._marked() if any(wanted) else None
+        meanwhile()
         if self._experts is not None and self._learns:
             self._experts.learn()  # from the step before, while this one runs
         if over is not None:

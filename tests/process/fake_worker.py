@@ -83,7 +83,8 @@ class FakeScheduler:
         if any(r.id == request_id for r in known):
             self._replies.append(Done(request_id, "abort", Reuse(0, 0, 0, 0, 0)))
 
-    def step(self) -> list[Reply]:
+    def step(self, meanwhile: Callable[[], None]) -> list[Reply]:
+        meanwhile()
         replies, self._replies = self._replies, []
         while self._waiting and len(self._running) < self._config.max_sequences:
             request = self._waiting.pop(0)
