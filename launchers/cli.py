@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import os
 import sys
@@ -45,10 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def refuse(options: argparse.Namespace, unknown: Sequence[str]) -> NoReturn:
     """Ends with the usage of the sub-command that was meant."""
     parser: argparse.ArgumentParser = options.parser
-    hint = f"; arguments of the agent itself go after --: {parser.prog} -- {' '.join(unknown)}"
     problem = f"unrecognized arguments: {' '.join(unknown)}"
     if options.agent:
-        argparse.ArgumentParser.error(parser, f"{problem}{hint}")
+        hint = f"arguments of the agent itself go after --: {parser.prog} -- {' '.join(unknown)}"
+        argparse.ArgumentParser.error(parser, f"{problem}; {hint}")
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("-"):
+        problem += f"; a model's folder is named with --model {name}" if options.handler is run_serve else ""
+    else:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        problem += "".join(f"; did you mean {flag}?" for flag in difflib.get_close_matches(name, flags, 1))
     parser.error(problem)
 
 

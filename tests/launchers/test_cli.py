@@ -405,6 +405,22 @@ def test_what_belongs_to_the_agent_is_told_apart() -> None:
     assert done.returncode == 2 and "usage: ft serve" in done.stderr and "--modle" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("serve /models/one", "named with --model /models/one"),
+        ("serve --modle /models/one", "did you mean --model?"),
+        ("serve --kv-byte=8g", "did you mean --kv-bytes?"),
+        ("ctl stats --jsno", "did you mean --json?"),
+        ("store verify --nothing-like-it", "unrecognized arguments: --nothing-like-it (see ft store verify --help)"),
+    ],
+)
+def test_what_was_meant_is_named(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert says in capsys.readouterr().err
+
+
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     command = f"{sys.executable} -P -m launchers.cli --help | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
