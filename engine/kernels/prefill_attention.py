@@ -89,6 +89,7 @@ def _attend(
         at = first.to(tl.int64) * heads + kv_head * group
         within = token * heads + member
         queries = tl.load(q + at * head_dim + (within[:, None] * head_dim + dim[None, :]), mask=inside, other=0.0)
+        queries = queries.to(k_pages.dtype.element_ty)
 
         end = position + length
         low, high = 0, end
@@ -153,11 +154,13 @@ def attention(
     tokens = max(1, tiling.rows // group)
     numbers = tiles(rows, batch, tokens)
     parts = max(1, min(PROGRAMS // (numbers * kv_heads), width // LEAST))
-    partial = q.new_empty(parts, rows, heads, head_dim) if parts > 1 else out
-    highest, sums = q.new_empty(2, parts, rows, heads)
+    partial = highest = sums = out
+    if parts > 1:
+        partial = q.new_empty(parts, rows, heads, head_dim)
+        highest, sums = q.new_empty(2, parts, rows, heads)
     launch(
         _attend, (numbers, kv_heads, parts),
-        q.to(k_pages.dtype), k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,
+        q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,
         count, width, rows, heads, kv_heads, head_dim, scale * LOG2_E,
         PAGE=PAGE, KEYS=tiling.keys, TOKENS=tokens, GROUP=group, SEGMENTS=segments_of(batch),
         DIM=dim, SPLIT=parts > 1,
