@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -104,8 +105,13 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
         if settings.ready_file is not None:
             with contextlib.suppress(OSError):  # no file, or no place for one: that is told when it is written
                 settings.ready_file.unlink()  # a server that was killed may have left it
-        persist = _open_persist(settings.store, settings.store_key_file)
-        if persist is not None:
+        api: _Api | None = None
+        store = settings.store
+        fresh = store is not None and not store.exists()
+        persist = _open_persist(store, settings.store_key_file)
+        if store is not None and persist is not None:
+            if fresh:  # nothing is left of one that nothing was served from
+                stack.callback(lambda: (api and api.started) or shutil.rmtree(store, ignore_errors=True))
             stack.callback(persist.close)
         model = settings.model if settings.model is not None else await build_embedded(settings.cache)
         family = _load_family(model, settings.family)

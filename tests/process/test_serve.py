@@ -214,7 +214,12 @@ def test_a_second_server(start: Serve, tiny: Path, short_dir: Path) -> None:
 
 
 def test_a_model_the_worker_refuses(start: Serve, tiny: Path, tmp_path: Path) -> None:
-    one_line_error(start(shutil.copytree(tiny, tmp_path / "unservable")), "shard 2 of 3 is missing")
+    model, store = shutil.copytree(tiny, tmp_path / "unservable"), tmp_path / "store"
+    one_line_error(start(model, store=str(store)), "shard 2 of 3 is missing")
+    assert not store.exists()
+    store.mkdir()
+    one_line_error(start(model, store=str(store)), "shard 2 of 3 is missing")
+    assert store.exists()
 
 
 def test_other_settings_that_cannot_be_served(start: Serve, tiny: Path, tmp_path: Path) -> None:
