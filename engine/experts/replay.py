@@ -46,15 +46,15 @@ class Shadow:
 
     def __init__(self, room: int, policy: Policy) -> None:
         self._room, self._policy = max(1, room), policy
-        self._bump = np.array(policy.bump, dtype=np.int32)
         self._value: dict[int, int] = {}
         self._resident: set[int] = set()
         self._oldest: list[tuple[int, int]] = []  # value when it was pushed, expert: values only grow
 
     def use(self, flat: int, token: int, layer: int) -> bool:
         """Whether it was there. Tokens and layers come in order."""
-        now = token * self._policy.per_step + layer * self._policy.per_layer
-        value, hit = used(self._value.get(flat, -SPAN), now, self._bump), flat in self._resident
+        policy = self._policy
+        now = token * policy.per_step + layer * policy.per_layer
+        value, hit = used(self._value.get(flat, -SPAN), now, policy.bump), flat in self._resident
         self._value[flat] = value
         if not hit:
             if len(self._resident) == self._room:
@@ -108,10 +108,10 @@ class Chooser:
     def step(self, routed: npt.NDArray[np.int32]) -> bool:
         """After a step, with ``Residency.routed``: whether ``policy`` is another one now."""
         flats = np.unique((routed + self._first)[routed >= 0])
-        for flat in flats[self._kept[flats]].tolist():
-            layer = flat // self._experts
-            self._hits += [shadow.use(flat, self._steps, layer) for shadow in self._shadows]
-            self._uses += 1
+        kept: list[int] = flats[self._kept[flats]].tolist()
+        for number, shadow in enumerate(self._shadows):
+            self._hits[number] += sum(shadow.use(flat, self._steps, flat // self._experts) for flat in kept)
+        self._uses += len(kept)
         self._steps += 1
         if self._steps % _PERIOD:
             return False

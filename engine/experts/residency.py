@@ -15,7 +15,7 @@ wrap; only differences count.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,11 +198,12 @@ def wrap(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def used(value: int, now: int, bump: Ints) -> int:
+def used(value: int, now: int, bump: Sequence[int] | Ints) -> int:
     """The value of an expert after its use."""
-    ahead = min(max(wrap(now - value), -SPAN), SPAN)
-    base = now if ahead >= 0 else value
-    return wrap(base + int(bump[min(abs(ahead) >> SHIFT, ENTRIES - 1)]))
+    ahead = wrap(now - value)
+    if ahead >= 0:
+        return wrap(now + int(bump[min(ahead >> SHIFT, ENTRIES - 1)]))
+    return wrap(value + int(bump[min(-ahead >> SHIFT, ENTRIES - 1)]))
 
 
 def link_parts(units: int, share: int) -> int:
@@ -239,8 +240,9 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
         where[expert] = (state.slots, partial) if number == 0 and partial else (-1, 0)
 
     fetched = [expert for expert in missing if where[expert][1]]
+    bump = state.bump.tolist()
     for expert in active:
-        value[first_flat + expert] = used(int(value[first_flat + expert]), now, state.bump.numpy())
+        value[first_flat + expert] = used(int(value[first_flat + expert]), now, bump)
     if victims:
         state.hand.fill_((int(state.hand) + WINDOW) % limit)
     on_link = sum(where[expert][1] for expert in fetched)
