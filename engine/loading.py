@@ -31,14 +31,14 @@ from engine.models.registry import Architecture, find_architecture
 from engine.native.library import NativeLibraryError
 from engine.native.ops import NativeOps
 from engine.runner import Runner
-from engine.weights.errors import BadConfig
+from engine.weights.errors import BadConfig, CheckpointError
 from engine.weights.fingerprint import fingerprint
 from engine.weights.source import Source
 
 if TYPE_CHECKING:
     from engine.device.machine import Machine
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("engine.device")  # whose choices are told
 
 OpenStore = Callable[[str, tuple[int, ...], tuple[int, ...], bool], StateStore | None]
 """Given the fingerprint, the bytes of each component of a page and of a state, and whether a tier in host memory will
@@ -108,7 +108,7 @@ class _Room:
         """Raises BadConfig."""
         pages = config.kv_bytes // manifest.page_bytes(dtype)
         if pages < 2:
-            raise BadConfig(f"kv_bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(dtype)} bytes")
+            raise BadConfig(f"--kv-bytes {config.kv_bytes} is below two pages of {manifest.page_bytes(dtype)} bytes")
         checkpoints = min(MAX_CHECKPOINTS, config.checkpoint_bytes // manifest.slot_bytes) if manifest.recurrent else 0
         return cls(pages, checkpoints)
 
@@ -131,10 +131,13 @@ def load_engine(
     _check(config)
     directory = Path(config.model)
     raw = read_config(directory)
-    architecture = find_architecture(raw)
+    try:
+        architecture = find_architecture(raw)
+    except CheckpointError as error:
+        raise type(error)(f"{directory}: {error}") from error
     context = config.context_length or architecture.context
     if context > architecture.context:
-        raise BadConfig(f"context_length {context} is above the model's {architecture.context}; lower it")
+        raise BadConfig(f"--context-length {context} is above the model's {architecture.context}: lower it")
     checkpoint = _Checkpoint(directory, raw, architecture, context)
     progress("device", 0, 1)
     built = _on_device(config, checkpoint, machine, progress) or _on_cpu(config, checkpoint, progress)
@@ -189,9 +192,10 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     room = _Room.of(config, manifest, source.dtype)
     size = room.pages * manifest.page_bytes(source.dtype) + room.states(live) * manifest.slot_bytes
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = f"kv_bytes {config.kv_bytes}, checkpoint_bytes {config.checkpoint_bytes} and {live} sequences need {size}"
+    wanted = f"--kv-bytes {config.kv_bytes}, --checkpoint-bytes {config.checkpoint_bytes} and --max-sequences {live}"
+    wanted = f"{wanted} need {size} bytes"
     if size > machine:
-        raise BadConfig(f"{wanted} bytes and this machine has {machine}; lower them")
+        raise BadConfig(f"{wanted}, and this machine has {machine}: lower them")
     beside = _taken() + machine // _SPARED
     budget = machine - beside if size + size // 8 < machine - beside else machine  # what was asked for goes first
     sizes = Sizes(0, room.pages, room.states(live))
@@ -202,7 +206,7 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     try:
         arena = Arena(HostMemory(machine, _GRANULE), shapes, sizes=sizes, most=most, budget=budget, device=CPU)
     except (DoesNotFit, DriverError) as error:
-        raise BadConfig(f"{wanted} bytes, which cannot be had ({error}); lower them") from error
+        raise BadConfig(f"{wanted}, which cannot be had ({error}): lower them") from error
     runner = Runner(model, ops, source.dtype, cache=arena.memory.cache)
     context = room.context(checkpoint.context)
     return _Built(runner, source, room, config.kernels, instruction_set, CHUNK, arena, context)
@@ -220,7 +224,9 @@ def _on_device(
     asked = [name for name in _OF_A_GPU if getattr(config, name) != getattr(_DEFAULTS, name)]
     if config.device == "cpu":
         for name in asked:
-            raise BadConfig(f"{name} {getattr(config, name)} is for serving from a GPU; choose device cuda, or drop it")
+            raise BadConfig(
+                f"{_flag(name)} {getattr(config, name)} is for a GPU: add --device cuda, or leave it out"
+            )
         return None
     from engine.device.machine import NoGpu, find_machine
     from engine.device.outline import outline
@@ -234,7 +240,7 @@ def _on_device(
         plan = make_plan(config, what, machine, room.pages, room.states(config.max_sequences))
     except BadConfig as error:
         if config.device == "cuda" or asked:
-            raise
+            raise type(error)(f"{error}; or serve with --device cpu") from error
         _log.log(logging.INFO if isinstance(error, NoGpu) else logging.WARNING, "serving from the CPU: %s", error)
         return None
     from engine.device.load import load_runner  # Triton, which a machine without a GPU need not have
@@ -262,7 +268,12 @@ def _check(config: EngineConfig) -> None:
         ("split", config.split or 0, 0, 1),
     ):
         if not least <= value <= most:
-            raise BadConfig(f"{name} {value} is not from {least} to {most}; change it")
+            raise BadConfig(f"{_flag(name)} {value} is not from {least} to {most}: change it")
+
+
+def _flag(name: str) -> str:
+    """Of ``ft serve``, for a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def make_ops(config: EngineConfig) -> tuple[Ops, str]:

@@ -128,7 +128,7 @@ def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     lines = (
         "ft serve",
         "ft serve --model ~/models/Qwen3-30B-A3B --kv-bytes 8g",
-        "ft serve --model ~/models/Qwen3-30B-A3B --device cuda --expert-format mxfp4 --gpu-bytes 12g",
+        "ft serve --model ~/models/Qwen3-30B-A3B --expert-format mxfp4 --gpu-bytes 12g",
         "ft serve --host 0.0.0.0 --api-key-file keys.txt",
         "ft serve --model ~/models/Qwen3-30B-A3B --engine http://gpu-box:30000",
     )
@@ -174,15 +174,19 @@ def add_launch(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
-        commands, "demo", "run one scripted agent session and print what was computed twice", "ft demo"
+        commands,
+        "demo",
+        "run one scripted agent session and print what was computed twice",
+        *("ft demo", "ft demo --device cpu", "ft demo --device cuda --experts hybrid"),
     )
+    serve_options.add_gpu(parser)
     parser.set_defaults(handler=run_demo)
 
 
-def run_demo(_: argparse.Namespace, __: Sequence[str]) -> int:
+def run_demo(options: argparse.Namespace, _: Sequence[str]) -> int:
     from launchers.demo import demo  # it needs packages that only `pip install ft-server[demo]` brings
 
-    return demo()
+    return demo(serve_options.gpu_flags(options))
 
 
 def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,13 +28,13 @@ class DemoError(RuntimeError):
     """The server did not do what it should have done."""
 
 
-def run() -> int:
-    """The whole demonstration, with its exit code."""
+def run(flags: Sequence[str] = ()) -> int:
+    """The whole demonstration, by servers with these flags, with its exit code."""
     console = Console(highlight=False)
     try:
         with TemporaryDirectory(prefix="ft-demo-") as scratch:
-            free_chat(console, Path(scratch))
-            rows, seconds = agent_session(console, Path(scratch))
+            free_chat(console, Path(scratch), flags)
+            rows, seconds = agent_session(console, Path(scratch), flags)
     except (DemoError, WorkspaceError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError, *SDK_ERRORS) as e:
         console.print(f"ft demo: error: {e}", style="red", markup=False, soft_wrap=True)
         return 1
@@ -41,16 +42,17 @@ def run() -> int:
     return verdict(console, rows, seconds)
 
 
-def free_chat(console: Console, scratch: Path) -> None:
+def free_chat(console: Console, scratch: Path, flags: Sequence[str]) -> None:
     console.print("A chat with the embedded model, which is built on first use.", style="bold")
-    with ChildServer((), scratch / "chat") as server:
+    with ChildServer(flags, scratch / "chat") as server:
+        tell_placed(console, server)
         for question in QUESTIONS:
             console.print(f"\n> {question}")
             chat(server.url, question, lambda text: console.out(text, end="", highlight=False))
             console.print()
 
 
-def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
+def agent_session(console: Console, scratch: Path, flags: Sequence[str] = ()) -> tuple[list[Row], float]:
     """The rows of the table, and the seconds from the worker's death to the error that its client saw."""
     console.print("\nAn agent session: real requests and tools; what the model says is scripted.", style="bold")
     console.print(
@@ -64,19 +66,27 @@ def agent_session(console: Console, scratch: Path) -> tuple[list[Row], float]:
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     project.mkdir()
     rows: list[Row] = []
-    arguments = ("--model", str(model), "--script", str(SCRIPT))
+    arguments = ("--model", str(model), "--script", str(SCRIPT), *flags)
     with console.status("starting") as status, ChildServer(arguments, scratch / "session") as server:
 
         def record(row: Row) -> None:
             rows.append(row)
             status.update(f"{row.protocol}: {row.name}")
 
-        console.print(f"Computed with {server.get('/health')['engine']['runs_on']}.", style="dim")
+        tell_placed(console, server)
         workspace = Workspace(project)
         seconds = requests(server, workspace, record)
         workspace.check()
         check_counters(server)
     return rows, seconds
+
+
+def tell_placed(console: Console, server: ChildServer) -> None:
+    """What computes, and what the worker says of where it put things."""
+    lines = server.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line.partition(": ")[2] for line in lines if " engine.device" in line.partition(":")[0]]
+    runs_on = server.get("/health")["engine"]["runs_on"]
+    console.print("\n".join([f"Computed with {runs_on}.", *told]), style="dim", markup=False)
 
 
 def requests(server: ChildServer, workspace: Workspace, record: Record) -> float:

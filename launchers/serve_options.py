@@ -140,6 +140,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         compute, "--chunk-tokens", int, "TOKENS", "tokens of a prompt computed in one step", "512; 4096 on a GPU"
     )  # fmt: skip
 
+    add_gpu(parser)
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what a model runs on."""
     gpu = parser.add_argument_group("serving from a GPU, which need not hold the experts")
     flag(
         gpu, "--device", str, None, "what the model runs on; auto: a GPU if one can be used",
@@ -162,6 +167,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what computes attention: triton (kernels of this project), in prefill also torch (cuDNN, for long runs of "
         "rows, which it takes seconds to get ready for); auto: triton", "auto,auto",
     )  # fmt: skip
+
+
+def gpu_flags(options: argparse.Namespace) -> list[str]:
+    """Those flags that were given, for a server of our own. Raises ServerProblem for what cannot be meant."""
+    settings(options)
+    given = {name: value for name, value in vars(options).items() if name in ("device", *GPU)}
+    return [part for name, value in given.items() for part in (flag_of(name), _written(value))]
+
+
+def _written(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else "auto" if value is None else str(value)
 
 
 def default_store() -> Path:
@@ -220,7 +236,7 @@ def _refuse_combinations(made: ServeSettings) -> None:
     idle = [name for name in GPU if getattr(made, name) != ServeSettings.model_fields[name].default]
     if made.device == "cpu" and idle:
         flags = ", ".join(map(flag_of, idle))
-        raise ServerProblem(f"{flags}: for serving from a GPU alone; add --device cuda, or leave it out")
+        raise ServerProblem(f"{flags}: for serving from a GPU alone; leave it out, or --device cpu")
     if made.split is not None and made.experts != "hybrid":
         raise ServerProblem(f"--split {made.split:g}: for --experts hybrid alone; add that, or leave it out")
     if made.device == "cuda" and made.kernels != "native":

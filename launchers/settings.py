@@ -78,7 +78,7 @@ class ServeSettings(BaseModel):
     max_sequences: int = Field(default=8, gt=0)
     chunk_tokens: int = Field(default=0, ge=0)
     queue: int = Field(default=64, ge=0)
-    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    device: Literal["cpu", "cuda", "auto"] = "auto"
     experts: Literal["auto", "device", "offload", "hybrid", "cpu"] = "auto"
     expert_format: Literal["auto", "bf16", "int8", "mxfp4"] = "auto"
     gpu_bytes: int = Field(default=0, ge=0)

@@ -121,14 +121,14 @@ def load_runner(
             undone.callback(offloaded.close)
             offloaded.resize(division.sizes.slots)
         pages = min(-(-context // PAGE) + 1, division.most.pages)
+        most = min(plan.rows, config.max_sequences)
         runner = DeviceRunner(
-            model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages,
-            most=min(plan.rows, config.max_sequences), device=device,
-        )  # fmt: skip
+            model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages, most=most, device=device
+        )
         torch.set_num_threads(1)  # they would compete with those that compute experts
         runner.prepare(progress)
         undone.pop_all()
-    _log.info("%s: %s", machine.gpu, plan.told())
+    _log.info("%s: %s", machine.gpu, plan.told(division.sizes))
     kernels = f"triton, attention {attention.name}"
     return Loaded(runner, kernels, division, policy(plan, machine), None if plan.mode == "cpu" else offloaded)
 
@@ -155,7 +155,7 @@ def _offload(
     except DriverError as error:
         experts.close()
         executor.close()
-        raise _unpinned(executor.layout.nbytes, "requests to the CPU", "serve with device cpu", error) from error
+        raise _unpinned(executor.layout.nbytes, "requests to the CPU", "serve with --device cpu", error) from error
     return experts
 
 

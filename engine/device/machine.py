@@ -41,19 +41,20 @@ class NoGpu(BadConfig):
 def find_machine() -> Machine:
     """The current CUDA device. Raises NoGpu, and BadConfig where it cannot be used."""
     if not torch.cuda.is_available():
-        raise NoGpu("torch finds no NVIDIA GPU; install its driver and a torch with CUDA, or serve with device cpu")
-    if find_spec("triton") is None:
-        raise BadConfig("the package triton is not installed; `pip install triton`, or serve with device cpu")
+        raise NoGpu("torch finds no NVIDIA GPU; one takes its driver, and a torch with CUDA")
     device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(device)
+    if find_spec("triton") is None:
+        raise BadConfig(f"{name} needs the package triton, which is not installed; `pip install triton`")
     try:
         torch.zeros(1, device=device)  # makes the context that the driver needs, and that takes memory
         free, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as error:  # others have all of it, or it is not one for this torch
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise BadConfig(f"the GPU cannot be used: {reason}; see nvidia-smi, or serve with device cpu") from error
+        raise BadConfig(f"{name} cannot be used: {reason}; see nvidia-smi") from error
     major, minor = torch.cuda.get_device_capability(device)
-    kind, name = f"sm_{major}{minor}", torch.cuda.get_device_name(device)
-    return Machine(device, kind, name, free, _cuda_driver, lambda: _cuda_lanes(device), lambda: CudaMemory(device))
+    kind, lanes, virtual = f"sm_{major}{minor}", lambda: _cuda_lanes(device), lambda: CudaMemory(device)
+    return Machine(device, kind, name, free, _cuda_driver, lanes, virtual)
 
 
 def _cuda_driver() -> Driver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from engine.api import EngineConfig
+from engine.api import PAGE, EngineConfig
 from engine.bandwidth_profile import Profile, ProfileError, default_profile, machine_name
 from engine.device.auto import Load, Mode, Rates, choose
 from engine.device.hosted import GATHERED
@@ -51,22 +51,31 @@ class Plan:
         """Most sequences of one decode step."""
         return max(1, min(ROWS, MOST_PAIRS // self.outline.top_k))
 
-    def told(self) -> str:
-        what, sizes = self.outline, self.sizes
-        held = f"{sizes.slots} of {what.layers * what.experts} experts ({self.layout.format.name})"
+    def told(self, sizes: Sizes) -> str:
+        """``sizes``: what it came to."""
+        what, count = self.outline, self.outline.layers * self.outline.experts
+        pages, states = sizes.pages * what.manifest.page_bytes(what.dtype), sizes.states * what.manifest.slot_bytes
+        taken = {
+            "dense weights": what.dense,
+            "experts": (sizes.slots + 1) * self.stride,
+            f"conversations of {sizes.pages * PAGE:,} tokens": pages,
+            f"{sizes.states} recurrent states": states,
+            "a step": self.working,
+        }
+        why = f", for {self.why}" if self.why else ""
+        memory = ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in taken.items() if nbytes)
+        held = 0 if self.mode == "cpu" else sizes.slots
         return (
-            f"experts: {self.mode}{f', for {self.why}' if self.why else ''}; of {self.budget / 1e9:.2f} GB on the "
-            f"device, dense weights take {what.dense / 1e9:.2f}, {held} {(sizes.slots + 1) * self.stride / 1e9:.2f}, "
-            f"{sizes.pages} pages {sizes.pages * what.manifest.page_bytes(what.dtype) / 1e9:.2f} and {sizes.states} "
-            f"states {sizes.states * what.manifest.slot_bytes / 1e9:.2f}"
+            f"experts {self.mode}{why}; {held:,} of {count:,} in {self.layout.format.name} are on the GPU "
+            f"({held / count:.0%}); of {self.budget / 1e9:.2f} GB there: {memory}"
         )
 
 
 def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int, states: int) -> Plan:
     """``pages`` and ``states`` are as many as the configuration wants. Raises BadConfig, with the numbers."""
     if config.kernels != "native" or not what.layers:
-        cannot = f"kernels {config.kernels} are" if what.layers else "models without routed experts are"
-        raise BadConfig(f"{cannot} not served from a device; serve with device cpu")
+        cannot = f"--kernels {config.kernels} are" if what.layers else "models without routed experts are"
+        raise BadConfig(f"{cannot} not served from a GPU")
     layout = _layout(config, what)
     stride = -(-layout.nbytes // STRIDE) * STRIDE
     count = what.layers * what.experts
@@ -75,10 +84,10 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
     if pool > host:
         raise BadConfig(
             f"experts in {layout.format.name} take {pool} bytes of host memory, and this machine has {host}; choose an "
-            "expert_format that takes less"
+            "--expert-format that takes less"
         )
     if config.gpu_bytes > machine.free:
-        raise BadConfig(f"gpu_bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
+        raise BadConfig(f"--gpu-bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
     budget = config.gpu_bytes or max(0, machine.free - MARGIN)
     kept = pages * what.manifest.page_bytes(what.dtype) + states * what.manifest.slot_bytes
     chunk = config.chunk_tokens or CHUNK
@@ -86,10 +95,10 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
     slots = (budget - what.dense - kept - working) // stride - 1
     if slots < 1:
         raise BadConfig(
-            f"of {budget} bytes on {machine.gpu}, dense weights take {what.dense}, and pages (kv_bytes) and states "
-            f"(checkpoint_bytes, max_sequences) {kept}, and steps of {chunk} tokens "
+            f"of {budget} bytes on {machine.gpu}, dense weights take {what.dense}, and pages (--kv-bytes) and states "
+            f"(--checkpoint-bytes, --max-sequences) {kept}, and steps of {chunk} tokens "
             f"{working}; what is left has no room for two experts of {stride} bytes; lower those, "
-            "or raise gpu_bytes"
+            "or raise --gpu-bytes"
         )
     rates = _rates(layout.format.name, machine)
     mode, why = _mode(config, Load(
@@ -98,8 +107,8 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
     ), rates)  # fmt: skip
     if mode == "device" and slots < count:
         raise BadConfig(
-            f"experts device: {count} experts take {pool} bytes, and {slots * stride} of gpu_bytes {budget} are left "
-            "for them; choose experts hybrid or offload, or an expert_format that takes less"
+            f"--experts device: {count} experts take {pool} bytes, and {slots * stride} of --gpu-bytes {budget} are "
+            "left for them; choose --experts hybrid or offload, or an --expert-format that takes less"
         )
     slots = 1 if mode == "cpu" else min(slots, count)
     return Plan(what, layout, stride, mode, why, budget, working, Sizes(slots, pages, states), rates, chunk)
@@ -114,17 +123,17 @@ def _layout(config: EngineConfig, what: Outline) -> Layout:
     name: str = config.expert_format
     if name == "auto":
         if what.dtype.itemsize > 2:
-            raise BadConfig("experts are not served from a device in float32; choose dtype bfloat16 or expert_format")
+            raise BadConfig("experts are not served from a GPU in float32; choose --dtype bfloat16 or --expert-format")
         name = "bf16"
     try:
         return Layout(FORMATS[name], what.hidden, -(-what.inner // BLOCK) * BLOCK)  # columns of zeros add nothing
     except ValueError as error:
-        raise BadConfig(f"these experts cannot be served from a device: {error}; serve with device cpu") from error
+        raise BadConfig(f"these experts cannot be served from a GPU: {error}") from error
 
 
 def _mode(config: EngineConfig, load: Load, rates: Rates | None) -> tuple[Mode, str]:
     if config.split is not None and config.experts != "hybrid":
-        raise BadConfig(f"a split of {config.split:g} is for experts hybrid, not {config.experts}; drop one of the two")
+        raise BadConfig(f"--split {config.split:g} is for --experts hybrid, not {config.experts}; drop one of the two")
     if config.experts != "auto":
         return config.experts, ""
     choice = choose(load, rates)

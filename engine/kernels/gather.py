@@ -23,7 +23,7 @@ ON_DEVICE = 1024
 """Programs at most that move within the device."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _move(rows, flags, count, COPY: tl.constexpr, CHUNK: tl.constexpr):
     lane = tl.arange(0, CHUNK)
     flag_words = flags.to(tl.pointer_type(tl.int32))

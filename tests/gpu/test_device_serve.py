@@ -248,15 +248,15 @@ def test_memory_that_cannot_be_pinned(
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"gpu_bytes": 1 << 40}, r"gpu_bytes 1099511627776: no GPU has 2147483648 bytes free"),
+    ({"gpu_bytes": 1 << 40}, r"--gpu-bytes 1099511627776: no GPU has 2147483648 bytes free"),
     ({"gpu_bytes": 1 << 20}, r"of 1048576 bytes on no GPU, dense weights take \d+, and pages .* has no room for two"),
-    ({"experts": "device", "split": None}, r"32 experts take \d+ bytes, and \d+ of gpu_bytes \d+ are left"),
-    ({"experts": "auto"}, "a split of 0.5 is for experts hybrid, not auto"),
-    ({"expert_format": "auto"}, "not served from a device in float32; choose dtype bfloat16 or expert_format"),
-    ({"kernels": "reference"}, "kernels reference are not served from a device"),
-    ({"device": "cpu"}, "experts hybrid is for serving from a GPU"),
-    ({"split": 1.5}, "split 1.5 is not from 0 to 1"),
-    ({"kv_bytes": 1000}, "kv_bytes 1000 is below two pages"),
+    ({"experts": "device", "split": None}, r"32 experts take \d+ bytes, and \d+ of --gpu-bytes \d+ are left"),
+    ({"experts": "auto"}, "--split 0.5 is for --experts hybrid, not auto"),
+    ({"expert_format": "auto"}, "not served from a GPU in float32; choose --dtype bfloat16 or --expert-format"),
+    ({"kernels": "reference"}, "--kernels reference are not served from a GPU; or serve with --device cpu"),
+    ({"device": "cpu"}, "--experts hybrid is for a GPU"),
+    ({"split": 1.5}, "--split 1.5 is not from 0 to 1"),
+    ({"kv_bytes": 1000}, "--kv-bytes 1000 is below two pages"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_known_before_it_is_read(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
@@ -268,7 +268,7 @@ def test_what_cannot_be_served_is_known_before_it_is_read(
 
 
 def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(BadConfig, match=r"torch finds no NVIDIA GPU; install its driver .* device cpu"):
+    with pytest.raises(BadConfig, match=r"torch finds no NVIDIA GPU; one takes its driver.* --device cpu"):
         Bench(model("qwen3_moe"), device="cuda", expert_format="int8")
     with pytest.raises(BadConfig, match="torch finds no NVIDIA GPU"):  # which was asked for something
         Bench(model("qwen3_moe"), device="auto", expert_format="int8")
@@ -283,9 +283,13 @@ def test_a_gpu_that_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("engine.device.machine.find_spec", lambda _: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "A GPU")
     monkeypatch.setattr("torch.zeros", full)
-    with pytest.raises(BadConfig, match=r"^the GPU cannot be used: CUDA out of memory; see nvidia-smi, .* device cpu$"):
+    monkeypatch.setattr("engine.device.machine.find_spec", lambda _: None)
+    with pytest.raises(BadConfig, match=r"^A GPU needs the package triton, .*`pip install triton`$"):
+        find_machine()
+    monkeypatch.setattr("engine.device.machine.find_spec", lambda _: True)
+    with pytest.raises(BadConfig, match=r"^A GPU cannot be used: CUDA out of memory; see nvidia-smi$"):
         find_machine()
 
 

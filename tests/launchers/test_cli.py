@@ -213,13 +213,13 @@ def test_shares_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--experts hybrid --gpu-bytes 12g", r"^--experts, --gpu-bytes: .*add --device cuda"),
-        ("--device cpu --expert-format mxfp4", r"^--expert-format: .*add --device cuda"),
-        ("--split 0", r"^--split: .*add --device cuda"),
+        ("--device cpu --experts hybrid --gpu-bytes 12g", r"^--experts, --gpu-bytes: .*or --device cpu"),
+        ("--device cpu --expert-format mxfp4", r"^--expert-format: .*or --device cpu"),
+        ("--device cpu --split 0", r"^--split: .*or --device cpu"),
         ("--device auto --split 0.5", r"^--split 0.5: .*--experts hybrid"),
         ("--device cuda --experts offload --split 0.5", r"^--split 0.5: .*--experts hybrid"),
         ("--device cuda --kernels reference", r"^--kernels reference: .*--device cuda"),
-        ("--attention torch,auto", r"^--attention: .*add --device cuda"),
+        ("--device cpu --attention torch,auto", r"^--attention: .*or --device cpu"),
         ("--device cuda --attention torch", r"^--attention: Input should be 'auto' or 'triton'"),
     ],
 )
