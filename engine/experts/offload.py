@@ -142,11 +142,11 @@ class OffloadedExperts:
         """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
         self.prefill.settle()
         self._watchdog.check()
-        self.prefill.learn()
-        self._learnt_from = self.executor.times.copy(), self._work.numpy().copy(), self._routed.numpy().copy()
+        if not self.prefill.learn():
+            self._learnt_from = self.executor.times.copy(), self._work.numpy().copy(), self._routed.numpy().copy()
 
     def learn(self) -> None:
-        """From the step that ended last: how to split those after the one that runs, and which experts to keep."""
+        """From the last step of few rows: how to split those after the one that runs, and which experts to keep."""
         times, work, routed = self._learnt_from
         if self._split.update(times, work):
             self._share()

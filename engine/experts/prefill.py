@@ -135,11 +135,11 @@ class Prefill:
             self._rows = rows
         return y
 
-    def learn(self) -> None:
-        """After the results of a step are there; from the whole call in it, if there was one."""
+    def learn(self) -> bool:
+        """After the results of a step are there; from the whole call in it, if there was one. Whether."""
         rows, self._rows = self._rows, 0
         if not rows:
-            return
+            return False
         layout, box, experts = self._pool.layout, self._executor.layout, self._pool.experts
         told = self._told.numpy()
         alike = uniform(rows, box.ranks, experts)
@@ -151,6 +151,7 @@ class Prefill:
             elif 2 * found > experts:  # of few experts it would be the time of launches
                 costs = costs.with_device(ns, found, rows * box.ranks * found // (found + sum(others)))
         self.follow(costs)
+        return True
 
     def settle(self) -> None:
         """After a call that may have ended early: what was brought ahead comes before all that follows."""

@@ -197,6 +197,18 @@ def test_calls_with_more_rows_than_the_cpu_takes_leave_it_alone(made: MakeCase) 
     assert case.told[0][LEFT] > 0 and all(layer[LINK] == 0 for layer in case.told)
 
 
+def test_calls_of_many_rows_do_not_count_as_decode_steps(made: MakeCase) -> None:
+    """The CPU's times are those of the whole call then, and the work is still that of the step before."""
+    case = made(24)
+    case.call(1, 1)
+    before = case.offloaded._learnt_from
+    case.costs(cpu=0.0, row=0.0)
+    case.call(40, 2)
+    assert case.told[0][LEFT] > 0 and case.offloaded._learnt_from is before
+    case.call(1, 3)
+    assert case.offloaded._learnt_from is not before
+
+
 def test_a_fixed_split_holds_for_prefill_too(made: MakeCase) -> None:
     case = made(24)
     for share, bounds in ((0.0, (0, 0)), (1.0, (1, 12)), (0.5, (1, 6))):
