@@ -33,6 +33,8 @@ class Pace:
     _bytes_per_second: list[float] = field(default_factory=list)
     _forwards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """(tokens, seconds) of the last two forwards of about as many tokens. Two, as one may have been held up."""
+    _last: tuple[int, float] = (1, SECONDS_PER_TOKEN)
+    """The same of the last one with tokens of prompts: those before it had less history to look at."""
     _owed: float = 0.0
     """Seconds, to sequences that answer."""
 
@@ -45,6 +47,8 @@ class Pace:
         """A forward of so many tokens, ``answers`` of them of sequences that answer, with nothing read beside it."""
         size = tokens.bit_length()
         self._forwards[size] = [*self._forwards.get(size, ())[-1:], (tokens, seconds)]
+        if tokens > answers:
+            self._last = tokens, seconds
         if answers:
             self._owed = self._owed + _SHARE * seconds if tokens > answers else max(0.0, self._owed - seconds)
 
@@ -54,8 +58,10 @@ class Pace:
             return most
         if self._owed > 0:
             return 0
-        longest, count = max(HELD, _WORTH * self.forward_seconds(LEAST)), most
-        while count > LEAST and self._at_most(count) > longest:
+        (tokens, seconds), count = self._last, most
+        least = min((took for _, took in self._forwards.get(LEAST.bit_length(), ())), default=0.0)
+        longest = max(HELD, _WORTH * (min(least, seconds) if tokens >= LEAST else least))
+        while count > LEAST and seconds * count / tokens > longest:
             count //= 2
         return count
 
@@ -75,10 +81,3 @@ class Pace:
             min(seconds * min(1.0, tokens / seen) for seen, seconds in forwards) for forwards in self._forwards.values()
         )
         return max(least, default=tokens * SECONDS_PER_TOKEN)
-
-    def _at_most(self, tokens: int) -> float:
-        """Seconds of a forward: as long as one that was seen, or as many times that as there are more tokens."""
-        return min(
-            (min(seconds * max(1.0, tokens / seen) for seen, seconds in both) for both in self._forwards.values()),
-            default=tokens * SECONDS_PER_TOKEN,
-        )
