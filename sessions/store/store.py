@@ -9,6 +9,7 @@ import errno
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from sessions.store.writer import Writer
 _log = logging.getLogger(__name__)
 _HEADER_ROOM = 4 * BLOCK
 _MANY_SEGMENTS = 16
-"""A quota has room for at least this many segments, so that garbage collection has something to choose from."""
+"""A quota, or a disk, has room for at least so many segments: garbage collection wants something to choose from."""
 _ENDS = 64
 """A session has at most so many branches that are known to need their pages; beyond, the oldest is on its own."""
 ERASING_SECONDS = 300.0
@@ -55,7 +56,7 @@ def open_store(
     damaged is repaired, one that cannot be written is read, and without any the store lives in RAM; all of this is
     logged and counted."""
     files = files or Files()
-    config = _fitting(config)
+    config = _fitting(config, files)
     cipher = Cipher(config.key) if config.key is not None else None
     core = Core(config, files)
     lock: owner.Owner | None = None
@@ -389,8 +390,12 @@ def _entry(ref: object) -> Entry:
     return ref
 
 
-def _fitting(config: StoreConfig) -> StoreConfig:
-    """With segments that suit the quota, and an absolute directory."""
+def _fitting(config: StoreConfig, files: Files) -> StoreConfig:
+    """With segments that suit the quota, or the disk where that is smaller, and an absolute directory."""
+    directory = Path(config.directory).absolute()
+    most = config.quota_bytes
+    with suppress(OSError):  # what is wrong with it is told by whoever opens it
+        most = min(most, files.free(next(path for path in (directory, *directory.parents) if path.is_dir()))[1])
     largest = max(sum(config.page_components), sum(config.state_components)) + _HEADER_ROOM
-    size = min(config.segment_bytes, max(config.quota_bytes // _MANY_SEGMENTS, largest))
-    return replace(config, directory=Path(config.directory).absolute(), segment_bytes=-(-size // BLOCK) * BLOCK)
+    size = min(config.segment_bytes, max(most // _MANY_SEGMENTS, largest))
+    return replace(config, directory=directory, segment_bytes=-(-size // BLOCK) * BLOCK)

@@ -187,7 +187,7 @@ class Writer:
             try:
                 place = self._disk.append(entry, payload.view, now, self.space.room)
             except NoRoom:
-                self._count("skipped_no_room")
+                self._no_room()
                 continue
             self.budget.write(entry.length, now)
             placed.append((entry, place))
@@ -245,6 +245,11 @@ class Writer:
         self._disk.segments.abandon()
         self._resume_at = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _no_room(self) -> None:
+        self._count("skipped_no_room")
+        if self._core.counters["skipped_no_room"] == 1:
+            _log.warning("the store has no room for what is new: free some of its disk, or raise --store-quota")
 
     def _count(self, name: str) -> None:
         with self._core.changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ class Clock:
 @pytest.fixture
 def clock() -> Iterator[Clock]:
     yield Clock()
+
+
+class SmallDisk(FaultyFiles):
+    def free(self, path: Path) -> tuple[int, int]:
+        return 8 * MIB, 10 * MIB
+
+
+def test_a_disk_smaller_than_a_segment_is_used(tmp_path: Path) -> None:
+    config = replace(settings(tmp_path / "new" / "store"), segment_bytes=256 * MIB, quota_bytes=64 << 30, host_bytes=0)
+    store = open_store(config, files=SmallDisk())
+    pages = chain("s", 20)
+    for page in pages:
+        page.put(store)
+    assert store.flush(30)
+    assert not store.stats().get("skipped_no_room")
+    assert max(path.stat().st_size for path in tmp_path.rglob("*.seg")) < 2 * MIB
+    store.close()
 
 
 def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
