@@ -272,16 +272,17 @@ def test_quantized_releases_are_refused(copy: Callable[..., Path]) -> None:
 
 def test_configuration_that_cannot_be(tiny: Callable[..., Path]) -> None:
     directory = tiny("qwen3_5_moe")
-    refuse(directory, errors.BadConfig, "context_length", context_length=1 << 20)
-    refuse(directory, errors.BadConfig, "kv_bytes", kv_bytes=1000)
-    refuse(directory, errors.BadConfig, "instruction set", instruction_set="mmx")
-    refuse(directory, errors.BadConfig, "kv_bytes", "this machine has", kv_bytes=500 << 40)
+    refuse(directory, errors.BadConfig, "--context-length", context_length=1 << 20)
+    refuse(directory, errors.BadConfig, "--kv-bytes", kv_bytes=1000)
+    refuse(directory, errors.BadConfig, "--instruction-set", instruction_set="mmx")
+    refuse(directory, errors.BadConfig, "--kv-bytes", "this machine has", kv_bytes=500 << 40)
     refuse(directory, errors.BadConfig, "this machine has", checkpoint_bytes=500 << 40, kv_bytes=1 << 50)
     for name in ("kv_bytes", "checkpoint_bytes", "threads", "max_sequences", "chunk_tokens", "queue", "context_length"):
         for bad in (-1, 1 << 61):
-            refuse(directory, errors.BadConfig, f"{name} {bad} is not from", **{name: bad})
+            flag = f"--{name.replace('_', '-')}"
+            refuse(directory, errors.BadConfig, f"{flag} {bad} is not from", **{name: bad})
     for name in ("max_sequences", "queue"):
-        refuse(directory, errors.BadConfig, f"{name} 0 is not from", **{name: 0})
+        refuse(directory, errors.BadConfig, f"--{name.replace('_', '-')} 0 is not from", **{name: 0})
 
 
 def test_memory_that_cannot_be_had(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +290,7 @@ def test_memory_that_cannot_be_had(tiny: Callable[..., Path], monkeypatch: pytes
         raise OutOfMemory("can't allocate memory")
 
     monkeypatch.setattr("engine.loading.Arena", refused)
-    refuse(tiny("qwen3_moe"), errors.BadConfig, "kv_bytes", "cannot be had")
+    refuse(tiny("qwen3_moe"), errors.BadConfig, "--kv-bytes", "cannot be had")
 
 
 def test_the_fingerprint_follows_content_only(tiny: Callable[..., Path], copy: Callable[..., Path]) -> None:
