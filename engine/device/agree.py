@@ -41,7 +41,7 @@ CHUNK = 256
 FEW = 16
 """Rows of a decode step at most."""
 
-Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Errors:
     def add(self, scores: Tensor, wanted: Tensor, ids: Tensor) -> None:
         """``scores`` and ``wanted`` [layers, rows, experts], ``ids`` int64 [layers, rows, k]."""
         off = (scores - wanted).norm(dim=2) / wanted.norm(dim=2)
-        self.scores.append(off.double().numpy())
+        self.scores.append(off.numpy())
         own = scores.topk(ids.shape[2], dim=2).indices
         least = wanted.gather(2, ids).amin(2)
         gap = (least - wanted.gather(2, own).amin(2)) / wanted.std(2)
@@ -133,7 +133,7 @@ class Errors:
         report(
             f"{kind}: routers that would choose otherwise", f"{self.turned} of {self.choices}; {self.wide:.1e} apart"
         )
-        right.append(self._off(f"{kind}: logits", kind, np.array(self.logits)))
+        right.append(self._off(f"{kind}: logits", kind, np.array(self.logits, np.float32)))
         same, apart = sum(one == 0 for one in self.apart), max(self.apart)
         told = f"{same} of {len(self.apart)}; {apart:.1e} apart"
         return report(f"{kind}: the same token, or two lie close", told, apart < CLOSE) and all(right)

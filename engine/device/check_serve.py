@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,23 +82,32 @@ def _prompt(name: str, vocab: int) -> list[int]:
     return prompt(list(PROMPTS).index(name), PROMPTS[name], vocab)
 
 
+Events = list[tuple[torch.Event, torch.Event]]
+
+
 @contextmanager
-def replays() -> Iterator[list[tuple[torch.Event, torch.Event]]]:
-    """Events around every graph that is launched meanwhile."""
-    events = list[tuple[torch.Event, torch.Event]]()
-    replay = torch.cuda.CUDAGraph.replay
+def replays() -> Iterator[Events]:
+    """Events around the graphs that were launched last; as many as the longest answer has. They are made before: that
+    takes as long as what is measured."""
+    event = partial(torch.Event, "cuda", enable_timing=True)
+    made = [(event(), event()) for _ in range(max(ANSWERS.values()))]
+    for begin, end in made:
+        begin.record()
+        end.record()
+    events, unused, replay = Events(), cycle(made), torch.cuda.CUDAGraph.replay
 
     def timed(graph: torch.cuda.CUDAGraph) -> None:
-        events.append((torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)))
-        events[-1][0].record()
+        begin, end = next(unused)
+        begin.record()
         replay(graph)
-        events[-1][1].record()
+        end.record()
+        events.append((begin, end))
 
     with patch.object(torch.cuda.CUDAGraph, "replay", timed):
         yield events
 
 
-def converse_alone(made: Served, vocab: int, events: list[tuple[torch.Event, torch.Event]]) -> float:
+def converse_alone(made: Served, vocab: int, events: Events) -> float:
     """Tells, of one sequence alone, tok/s and how long the device waits for the host. -> seconds of a step."""
     converse(made, vocab)
     count = ANSWERS["long"] - _WARM
@@ -109,6 +120,7 @@ def converse_alone(made: Served, vocab: int, events: list[tuple[torch.Event, tor
     told = f"{1e3 * median(steps):.2f} ms; {1e6 * host:.0f} us"
     report("a step; of it the device waits for the host", told, host < HOST)
     report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
+    report("graphs; bytes of the device that they took", f"{stats['graphs']:.0f}; {stats['graph_bytes'] / 1e6:.0f} MB")
     return sum(steps) / count
 
 
@@ -131,27 +143,35 @@ def turns(made: Served, vocab: int, alone: float) -> None:
 
 
 def beside(made: Served, vocab: int, size: int) -> None:
-    """A prompt that comes while another sequence answers; and both aborted."""
-    endless = Sampling(max_tokens=1 << 15, temperature=0.0)
-    start = time.perf_counter()
-    made.ask("alone", prompt(size, size, vocab), 1)
-    alone = time.perf_counter() - start
-    made.submit("answers", prompt(70, 20, vocab), endless)
-    made.run(lambda: len(made.answers["answers"]) > SHORT)
-    begin, said = len(made.steps), len(made.answers["answers"])
-    made.submit("asks", prompt(size + 1, size, vocab), endless)
-    made.run(lambda: bool(made.answers["asks"]))
-    longest, took, said = max(made.steps[begin:]), sum(made.steps[begin:]), len(made.answers["answers"]) - said
+    """A prompt that comes while another sequence answers, when the kernels for it are there; and both aborted."""
+    for number in range(2):
+        alone, steps, said, held = _ask_beside(made, vocab, size, number)
+    longest, took = max(steps), sum(steps)
     report(
         f"{size} tokens while another answers; between its tokens",
         f"at most {1e3 * longest:.0f} ms, {1e3 * took / said:.1f} ms", longest < 1.5 * HELD,
     )  # fmt: skip
     report("they take, and alone", f"{1e3 * took:.0f} ms and {1e3 * alone:.0f} ms")
-    made.scheduler.abort("answers")
-    made.scheduler.abort("asks")
-    made.step()
-    held = made.scheduler.memory.pool.held_pages
     report("pages that both have a step after they were aborted", f"{held}", held == 0)
+
+
+def _ask_beside(made: Served, vocab: int, size: int, number: int) -> tuple[float, list[float], int, int]:
+    """-> seconds alone, of the steps beside an answer, its tokens in them, pages that are held at the end."""
+    endless, seed = Sampling(max_tokens=1 << 15, temperature=0.0), size + 2 * number
+    alone, answers, asks = (f"{name} {seed}" for name in ("alone", "answers", "asks"))
+    start = time.perf_counter()
+    made.ask(alone, prompt(seed, size, vocab), 1)
+    seconds = time.perf_counter() - start
+    made.submit(answers, prompt(seed + 100, 20, vocab), endless)
+    made.run(lambda: len(made.answers[answers]) > SHORT)
+    begin, said = len(made.steps), len(made.answers[answers])
+    made.submit(asks, prompt(seed + 1, size, vocab), endless)
+    made.run(lambda: bool(made.answers[asks]))
+    steps, said = made.steps[begin:], len(made.answers[answers]) - said
+    made.scheduler.abort(answers)
+    made.scheduler.abort(asks)
+    made.step()
+    return seconds, steps, said, made.scheduler.memory.pool.held_pages
 
 
 def dies(made: Served, threads: set[int], said: Known) -> bool:

@@ -51,7 +51,7 @@ class DeviceRunner(Runner):
         self._experts, self._pages, self._most = experts, pages, most
         self._steps = DecodeSteps(model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device)
         self._masks = Masks(model.vocab_size, most, device)
-        self._fetched_rows = self._graphs = self._masked_rows = 0
+        self._fetched_rows = self._graphs = self._masked_rows = self._graph_bytes = 0
         self._learns = False
 
     def prepare(self, progress: Progress) -> None:
@@ -61,9 +61,11 @@ class DeviceRunner(Runner):
             tensor[page] = 0
         for tensor in self.cache.states:
             tensor[state] = 0  # what was never written may be no number
+        free = self._free()
         for rows in range(1, self._most + 1):
             self._steps.prepare(rows)
             progress("decode steps", rows, self._most)
+        self._graph_bytes = free - self._free()
 
     def score(
         self, parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Callable[[], None] = lambda: None
@@ -85,9 +87,11 @@ class DeviceRunner(Runner):
         return best_of(reduced, temperatures, masked, self.model.vocab_size, lambda row: self._fetch(logits, row))
 
     def gauges(self) -> dict[str, float]:
-        """``experts_*`` count parts of experts since the start. ``layers_*``: what the layers' misses are split into
-        now; a mode that no layer has does not pay."""
+        """``graph_bytes``: that making the graphs took. ``experts_*`` count parts of experts since the start.
+        ``layers_*``: what the layers' misses are split into now; a mode that no layer has does not pay."""
         gauges = {
+            "graphs": float(self._most),
+            "graph_bytes": float(self._graph_bytes),
             "graph_steps": float(self._graphs),
             "fetched_rows": float(self._fetched_rows),
             "masked_rows": float(self._masked_rows),
@@ -123,6 +127,10 @@ class DeviceRunner(Runner):
         if self._experts is not None:
             self._experts.close()
             self._experts.executor.close()
+
+    def _free(self) -> int:
+        """Bytes of the device that nothing has."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _decodes(self, parts: Sequence[Rows]) -> bool:
         return len(parts) <= self._most and all(

@@ -122,6 +122,10 @@ class Served:
         while not (self.scheduler.idle or until()):
             self.step()
 
+    def count(self, name: str) -> int:
+        """One of the scheduler's counters."""
+        return int(self.scheduler.stats().values.get(name, 0))
+
     def ask(self, name: str, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
         """The answer of one request, the most probable tokens, when all are answered."""
         self.submit(name, prompt, Sampling(max_tokens=count, temperature=0.0), **options)

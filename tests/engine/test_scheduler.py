@@ -31,6 +31,33 @@ def test_replies_come_in_order_and_admission_before_any_work(tiny: Callable[...,
     assert bench.step() == []
 
 
+def test_what_can_wait_is_done_once_in_a_step(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the step does, and if it fails; when it computes, before that has ended."""
+    bench, done = Bench(tiny("qwen3_5_moe"), chunk_tokens=64), list[str]()
+
+    def step() -> None:
+        bench.scheduler.step(lambda: done.append("meanwhile"))
+
+    step()  # idle
+    bench.submit(prompt(1, 100), replace(GREEDY, max_tokens=2))
+    forward = bench.scheduler.runner.forward
+
+    def noted(*arguments: Any) -> Any:
+        done.append("computed")
+        return forward(*arguments)
+
+    monkeypatch.setattr(bench.scheduler.runner, "forward", noted)
+    for _ in range(4):  # one admits
+        step()
+    assert done == ["meanwhile"] * 2 + ["meanwhile", "computed"] * 3
+    bench.submit(prompt(1, 100), GREEDY)
+    step()
+    monkeypatch.setattr(bench.scheduler, "_forward", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step()
+    assert done[8:] == ["meanwhile"] * 2
+
+
 def test_decoding_goes_on_while_others_prefill(tiny: Callable[..., Path]) -> None:
     bench = Bench(tiny("qwen3_5_moe"), chunk_tokens=32)
     first = bench.submit(prompt(1, 20), replace(GREEDY, max_tokens=40))

@@ -17,10 +17,11 @@ from device_support import bench, machine, round_experts, use_twins
 from engine_support import GREEDY, Bench, Outcome, Sampling, prompt, replace
 from safetensors.torch import load_file, save_file
 
-from engine.api import EngineConfig, Failed, Request, StoreSettings
+from engine.api import EngineConfig, Failed, Request, Shutdown, StoreSettings, Tokens
 from engine.checkpoint import write_tiny
 from engine.device.driver import DriverError
 from engine.device.fake import FakeDriver
+from engine.device.graph import DecodeSteps
 from engine.device.machine import find_machine
 from engine.device.outline import outline
 from engine.device.plan import working_bytes
@@ -209,6 +210,29 @@ def test_a_dead_executor_ends_the_worker_and_all_its_requests(
     failed = [reply for reply in endpoint.sent if isinstance(reply, Failed)]
     assert [one.id for one in failed] == ["r0", "r1"] and all("restarts" in one.message for one in failed)
     assert "have not answered" in caplog.text
+    made.scheduler.close(1.0)
+
+
+def test_what_was_drawn_goes_out_while_the_next_is_computed(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not lost if the worker is to stop before."""
+    made, order = Bench(model("qwen3_moe"), **offloading(model)), list[str]()
+    for name in ("launch", "wait"):
+        does = getattr(DecodeSteps, name)
+        monkeypatch.setattr(DecodeSteps, name, lambda *at, does=does, name=name: (order.append(name), does(*at))[1])
+    endpoint = Outbox(Request("r0", tuple(prompt(1, 4)), GREEDY))
+
+    def send(connection: int, replies: list[Any]) -> None:
+        order.append("send")
+        endpoint.sent += replies
+        if sum(isinstance(reply, Tokens) for reply in endpoint.sent) == 3:
+            endpoint.inbox.put(Incoming(1, Shutdown()))
+
+    monkeypatch.setattr(endpoint, "send", send)
+    assert Worker(made.scheduler, cast(Endpoint, endpoint)).run() == 0
+    assert order[-7:] == [*("launch", "send", "wait") * 2, "send"]
+    assert sum(isinstance(reply, Tokens) for reply in endpoint.sent) == 4
     made.scheduler.close(1.0)
 
 
