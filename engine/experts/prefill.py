@@ -20,7 +20,7 @@ from engine.experts.residency import ONE, Decision, Residency
 from engine.experts.split import Split
 from engine.experts.waves import TAIL, Fetches, Waves
 from engine.kernels import experts as kernels
-from engine.kernels import grouped, waves
+from engine.kernels import grouped, pairs, waves
 from engine.kernels.pairs import Ordered
 
 CHUNK = 8192
@@ -166,7 +166,7 @@ class Prefill:
         for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK)):
             some, arranged = ids[at], grouped.arrange(x[at], layout, self._product)
             inner, out = (arranged.new_empty(some.numel(), size) for size in (layout.inner, layout.hidden))
-            ordered = grouped.sort_pairs(some, self._pool.experts)
+            ordered = pairs.sort_pairs(some, self._pool.experts)
             parts.append(_Part(at, arranged, some, weights[at], ordered, inner, out))
         return parts
 
@@ -203,7 +203,7 @@ class Prefill:
         layout, groups = self._pool.layout, grouped.Groups(part.pairs.order, part.pairs.start, where)
         grouped.gate_up(part.x, self._slots, layout, groups, part.inner)
         grouped.down(part.inner, self._slots, layout, groups, part.out)
-        grouped.combine_pairs(part.out, part.ids, where, part.weights, y[part.rows], add=add)
+        pairs.combine_pairs(part.out, part.ids, where, part.weights, y[part.rows], add=add)
 
 
 _NOTHING: tuple[int, torch.Event | None] = -1, None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import chunked_delta, grouped, grouped_twin, prefill_attention, prefill_conv
+from engine.kernels import chunked_delta, grouped, grouped_twin, pairs, prefill_attention, prefill_conv
 from engine.kernels.grouped import Groups
 from engine.kernels.time_prefill import compile_all, rates, time_all, tune
 from engine.kernels.timing import (
@@ -118,7 +118,7 @@ def products(name: str, draw: Draws) -> Iterator[Result]:
     for rows in (17, 1000, 2100):
         ids = draw(rows, used).argsort(dim=1)[:, :8].to(torch.int32).contiguous()
         ids[3, 2] = -1
-        groups = Groups(*grouped.sort_pairs(ids, count)[:2], slot)
+        groups = Groups(*pairs.sort_pairs(ids, count)[:2], slot)
         cpu = Groups(*grouped_twin.sort_pairs(ids.cpu(), count)[:2], slot.cpu())
         yield f"order of {rows}", groups.order, cpu.order.to(GPU), 0
         x, weights = draw(rows, HIDDEN), draw(rows, 8)
@@ -126,7 +126,7 @@ def products(name: str, draw: Draws) -> Iterator[Result]:
         y, want_y = torch.empty_like(x), torch.empty_like(x).cpu()
         grouped.gate_up(grouped.arrange(x, layout, h.dtype), slots, layout, groups, h)
         grouped.down(h, slots, layout, groups, out)
-        grouped.combine_pairs(out, ids, slot, weights, y)
+        pairs.combine_pairs(out, ids, slot, weights, y)
         want_h, want = torch.zeros(h.shape), torch.zeros(out.shape)
         grouped_twin.gate_up(x.cpu(), blobs, layout, cpu, want_h)
         grouped_twin.down(want_h, blobs, layout, cpu, want)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.experts.layout import FORMATS, ExpertFormat, Layout
-from engine.kernels import chunked_delta, grouped, prefill_attention, prefill_conv
+from engine.kernels import chunked_delta, grouped, pairs, prefill_attention, prefill_conv
 from engine.kernels.grouped import Groups, Tile
 from engine.kernels.timing import (
     CHANNELS,
@@ -110,11 +110,11 @@ class Experts:
     def route(self, rows: int) -> None:
         self.x, self.weights = random(rows, HIDDEN, dtype=torch.bfloat16), random(rows, TOP_K)
         self.ids = random(rows, EXPERTS).topk(TOP_K).indices.to(torch.int32)
-        self.groups = Groups(*grouped.sort_pairs(self.ids, EXPERTS)[:2], self.every)
-        pairs = rows * TOP_K
-        self.h = random(pairs, INNER, dtype=torch.bfloat16)
-        self.out, self.y = random(pairs, HIDDEN, dtype=torch.bfloat16), random(rows, HIDDEN)
-        self.operations = 2 * pairs * 3 * INNER * HIDDEN
+        self.groups = Groups(*pairs.sort_pairs(self.ids, EXPERTS)[:2], self.every)
+        count = rows * TOP_K
+        self.h = random(count, INNER, dtype=torch.bfloat16)
+        self.out, self.y = random(count, HIDDEN, dtype=torch.bfloat16), random(rows, HIDDEN)
+        self.operations = 2 * count * 3 * INNER * HIDDEN
         self.nbytes = int((self.groups.start.diff() > 0).sum()) * self.layout.nbytes
 
     def gate_up(self) -> None:
@@ -128,10 +128,10 @@ class Experts:
         self.down()
 
     def combine(self) -> None:
-        grouped.combine_pairs(self.out, self.ids, self.every, self.weights, self.y)
+        pairs.combine_pairs(self.out, self.ids, self.every, self.weights, self.y)
 
     def sort(self) -> None:
-        grouped.sort_pairs(self.ids, EXPERTS)
+        pairs.sort_pairs(self.ids, EXPERTS)
 
 
 def attentions() -> Iterator[Timed]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import grouped, grouped_twin
+from engine.kernels import grouped, grouped_twin, pairs
 from engine.kernels.grouped import Groups, Tile
 
 
@@ -31,7 +31,7 @@ def nothing(*shape: int) -> Tensor:
 def test_sort_pairs(rows: int) -> None:
     """In one block and in several; some experts have none."""
     ids = torch.randint(-1, 7, (rows, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(rows))
-    for got, want in zip(grouped.sort_pairs(ids, 9), grouped_twin.sort_pairs(ids, 9), strict=True):
+    for got, want in zip(pairs.sort_pairs(ids, 9), grouped_twin.sort_pairs(ids, 9), strict=True):
         assert got.dtype == torch.int32
         assert torch.equal(got, want)
 
@@ -43,14 +43,14 @@ def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch
     layout, experts = Layout(FORMATS[name], hidden, inner), 5
     slots = slots_of(layout, 2)
     ids = torch.tensor([[0, 3], [-1, 0], [2, -1], *[[0, 1]] * 15], dtype=torch.int32)
-    x, pairs = draw(ids.shape[0], hidden), ids.numel()
+    x, count = draw(ids.shape[0], hidden), ids.numel()
     slot = torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
-    groups = Groups(*grouped.sort_pairs(ids, experts)[:2], slot)
-    h, out, y = nothing(pairs, inner), nothing(pairs, hidden), nothing(ids.shape[0], hidden)
+    groups = Groups(*pairs.sort_pairs(ids, experts)[:2], slot)
+    h, out, y = nothing(count, inner), nothing(count, hidden), nothing(ids.shape[0], hidden)
     grouped.gate_up(grouped.arrange(x, layout, x.dtype), slots, layout, groups, h)
     grouped.down(h, slots, layout, groups, out)
-    grouped.combine_pairs(out, ids, slot, draw(*ids.shape), y)
-    want_h, want_out, want_y = nothing(pairs, inner).double(), nothing(pairs, hidden).double(), y.double()
+    pairs.combine_pairs(out, ids, slot, draw(*ids.shape), y)
+    want_h, want_out, want_y = nothing(count, inner).double(), nothing(count, hidden).double(), y.double()
     grouped_twin.gate_up(x.double(), slots, layout, groups, want_h)
     grouped_twin.down(want_h, slots, layout, groups, want_out)
     grouped_twin.combine_pairs(want_out, ids, slot, draw(*ids.shape).double(), want_y)

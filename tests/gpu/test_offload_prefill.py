@@ -43,10 +43,12 @@ def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
         divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move, left=waves_twin.left,
         add_answer=lambda y, state, _: waves_twin.add_answer(y, state, answer[: y.shape[0]]),
     )  # fmt: skip
-    names = ("sort_pairs", "arrange", "gate_up", "down", "combine_pairs")
     return {
         "waves": decisions,
-        "grouped": SimpleNamespace(Groups=Groups, **{name: getattr(grouped_twin, name) for name in names}),
+        "grouped": SimpleNamespace(
+            Groups=Groups, arrange=grouped_twin.arrange, gate_up=grouped_twin.gate_up, down=grouped_twin.down
+        ),
+        "pairs": SimpleNamespace(sort_pairs=grouped_twin.sort_pairs, combine_pairs=grouped_twin.combine_pairs),
     }
 
 
