@@ -76,9 +76,9 @@ class Reads:
 
 @dataclass
 class Record:
-    """One rendering of a loop. For each iteration: where its text begins in that of the loop, what the written
-    attributes were before it, and the last place of a window that was read up to its end. The loop's text begins at
-    ``start`` in all of the ``text``."""
+    """One rendering of a loop. For each iteration, and for the end: where its text begins in that of the loop, and what
+    the written attributes were before it. For each iteration, the last place of a window that was read up to its end.
+    The loop's text begins at ``start`` in all of the ``text``."""
 
     items: list[Any]
     values: tuple[object, ...]
@@ -249,7 +249,8 @@ class Run:
         written = [(space, name) for one, name in reads.writes if type(space := found[one]) is Namespace]
         skipped, past = 0, now
         for one in self._loops.known(number):
-            if len(one.items) - 1 > skipped and (count := _equal(one, now)) > skipped:
+            more = skipped < min(len(one.items), len(now.items)) and one.items[skipped] is now.items[skipped]
+            if more and (count := _equal(one, now)) > skipped:
                 skipped, past = count, one
         if skipped:
             now.begins, now.states, now.reach = past.begins[:skipped], past.states[:skipped], past.reach[:skipped]
@@ -267,16 +268,25 @@ class Run:
         at.index0 = one.skipped - 1
         while at.index < len(items):
             at.index0 += 1
-            state = tuple([_attribute(space, name) for space, name in one.written])
-            record.begins.append(self._length - one.start)
-            same = bool(record.states) and all(map(operator.is_, state, record.states[-1]))
-            record.states.append(record.states[-1] if same else state)
-            if not all(type(value) in _SCALARS for value in state):
-                at._reached = _NEVER
-                if record.reach:
-                    record.reach[-1] = _NEVER
+            self._begins(one, at)
             yield items[at.index0], at
             record.reach.append(at._reached)
+        self._begins(one, at)
+
+    def _begins(self, one: _Open, at: At) -> None:
+        """An iteration, or what follows the last one."""
+        record, state = one.record, tuple([_attribute(space, name) for space, name in one.written])
+        record.begins.append(self._length - one.start)
+        same = bool(record.states) and all(map(operator.is_, state, record.states[-1]))
+        record.states.append(record.states[-1] if same else state)
+        if not all(type(value) in _SCALARS for value in state):
+            at._reached = _NEVER
+            if record.reach:
+                record.reach[-1] = _NEVER
+
+
+OWN: Mapping[type, frozenset[str]] = {At: _LOOP | {"item"}, Run: frozenset(("enter", "rest"))}
+"""What rewritten templates ask for."""
 
 
 def _gone_on(text: Rope, past: Record, size: int) -> Rope:
@@ -313,7 +323,8 @@ def _equal(past: Record, now: Record) -> int:
         return 0
     common = _common(past.items, now.items)
     windows = [_common(one, other) for one, other in zip(past.windows, now.windows, strict=True)]
-    count = min(common - 1, bisect_left(past.reach, min(windows, default=_NEVER)))
+    last = common - (not len(past.items) == len(now.items) == common)  # it may look at what is behind it
+    count = min(last, bisect_left(past.reach, min(windows, default=_NEVER)))
     for one, other in zip(past.limits, now.limits, strict=True):
         if not _same(one, other):
             count = min(count, one - 1, other - 1) if type(one) is int and type(other) is int else 0
@@ -334,10 +345,8 @@ def _common(one: object, other: object) -> int:
     """How many objects both lists begin with."""
     if type(one) is not list or type(other) is not list:
         return 0
-    size = min(len(one), len(other))
-    if all(map(operator.is_, one, other)):
-        return size
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a is not b), size)
+    same = [*map(operator.is_, one, other)]
+    return len(same) if all(same) else same.index(False)
 
 
 # ── what a body reads ───────────────────────────────────────────────────────────────────────────────────────────────

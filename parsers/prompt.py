@@ -73,9 +73,7 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._control = frozenset(tokenizer.control)
-        self._next = re.compile(alternatives(tokenizer.control))
-        self._sizes = sorted({len(name) for name in tokenizer.control})
+        self._control = re.compile(alternatives(tokenizer.control))
         self._numbers = list(range(tokenizer.vocab_size))  # ids are one object each in all that is remembered
         self._known: Memory[tuple[str, tuple[int, ...], int | None], _Piece] = Memory(_MEMORY, _size)
 
@@ -92,9 +90,9 @@ class Pieces:
     def _of(self, text: str, offsets: tuple[int, ...], before: int | None, remember: bool) -> _Piece:
         ids: list[int] = []
         at = {0: 0}
-        for begin, end in pairwise(
-            sorted({0, len(text), *(offset for offset in offsets if self._clean(text, offset))})
-        ):
+        # Beside a control token it may be cut: both sides are encoded independently.
+        clean = {edge for match in self._control.finditer(text) for edge in match.span()}
+        for begin, end in pairwise(sorted({0, len(text), *clean.intersection(offsets)})):
             new = self.tokenizer.encode_trusted(text[begin:end], remember, ids[-1] if ids else before)
             inside = [offset for offset in offsets if begin < offset < end]
             if inside:
@@ -106,12 +104,6 @@ class Pieces:
             at[end] = len(ids)
         numbers = self._numbers
         return tuple([numbers[token] for token in ids]), tuple([at[offset] for offset in offsets])
-
-    def _clean(self, text: str, offset: int) -> bool:
-        """May it be cut there because a control token is on one side? Both sides are encoded independently."""
-        return bool(self._next.match(text, offset)) or any(
-            text[offset - n : offset] in self._control for n in self._sizes
-        )
 
 
 def _size(key: tuple[str, tuple[int, ...], int | None], piece: _Piece) -> int:
@@ -159,10 +151,12 @@ class Writer:
         # The last one may still grow.
         closed = [span for span in self._spans[:-1] if max(span[:2]) < known]
         still = [span for span in self._spans[:-1] if max(span[:2]) >= known] + self._spans[-1:]
-        text = "".join(self._text)
+        kept = sorted({place for span in still for place in span[:2] if place < known})
+        number = {place: at for at, place in enumerate([*kept, *range(known, known + len(self._pending))])}
         return Written(
-            *(b"", self._base + len(self._ids), self._all_spans(closed), text),
-            *(tuple(self._places), tuple(self._pending), tuple(still)),
+            *(b"", self._base + len(self._ids), self._all_spans(closed), "".join(self._text)),
+            *(tuple([self._places[place] for place in kept]), tuple(self._pending)),
+            tuple([(number[start], number[end], kind, turn) for start, end, kind, turn in still]),
         )
 
     def text(self, text: str) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
-_PIECES = 64
-"""A text of more becomes one piece."""
-
 
 class Rope:
-    """``pieces`` of a text. Those of a longer text that was made of it are the same objects."""
+    """``pieces`` of a text. Those of a longer text that was made of it are the same objects, but for the last ones:
+    each is at least twice as long as the one behind it, so there are few."""
 
     __slots__ = ("_ends", "_pieces")
 
     def __init__(self, *pieces: str) -> None:
-        self._pieces = pieces if len(pieces) <= _PIECES else ("".join(pieces),)
-        self._ends = [*accumulate(map(len, self._pieces))]
+        self._pieces = pieces
+        self._ends = [*accumulate(map(len, pieces))]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -25,7 +23,14 @@ class Rope:
         return "".join(self._pieces)
 
     def __add__(self, text: str) -> Rope:
-        return Rope(*self._pieces, text) if text else self
+        if not text:
+            return self
+        kept = len(self._pieces)
+        size = len(text)
+        while kept and len(self._pieces[kept - 1]) < 2 * size:
+            kept -= 1
+            size += len(self._pieces[kept])
+        return Rope(*self._pieces[:kept], "".join((*self._pieces[kept:], text)))
 
     def upto(self, end: int) -> Rope:
         """Its first ``end`` characters."""

@@ -70,6 +70,11 @@ class Stem:
     def tools_found(self) -> bool:
         return self.mark.tools_found
 
+    @property
+    def size(self) -> int:
+        """About its bytes."""
+        return len(self.text) + len(self.written.packed) + _TURN * len(self.turns)
+
     def begins(self, conversation: Conversation) -> bool:
         """Has the conversation these turns, and then an answer?"""
         size, turns = len(self.turns), conversation.turns
@@ -94,6 +99,7 @@ class Stems:
 
     def __init__(self) -> None:
         self._known: deque[Stem] = deque()
+        self._size = 0
         self._lock = Lock()
 
     def turns(self, conversation: Conversation) -> int:
@@ -122,12 +128,11 @@ class Stems:
         stem = Stem(turns, conversation.tools, thinking, effort, plan, text.upto(mark.end), mark)
         with self._lock:
             self._known.append(stem)
-            while len(self._known) > _KEPT or self._size() > _BYTES:
-                self._known.popleft()
+            self._size += stem.size
+            while len(self._known) > _KEPT or self._size > _BYTES:
+                self._size -= self._known.popleft().size
 
     def forget(self) -> None:
         with self._lock:
             self._known.clear()
-
-    def _size(self) -> int:
-        return sum(len(one.text) + len(one.written.packed) + _TURN * len(one.turns) for one in self._known)
+            self._size = 0

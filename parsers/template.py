@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from parsers.loops import Loops
+from parsers.loops import OWN, Loops
 from parsers.rope import Rope
 
 _OF_DICTS = frozenset(dir(dict))
@@ -32,8 +32,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     that: what a template is handed is made anew for each one, or ``Fixed`` (``guard``)."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICTS:  # the same without its detours over exceptions
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:  # the same without its detours over exceptions
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if attribute in OWN.get(kind, ()):
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
 from parsers.events import BoundaryKind
@@ -55,8 +57,8 @@ WATCH_PRIORITIES: dict[BoundaryKind, float] = {
 }
 
 
-_Found = tuple[str, bool, Sequence[int]]
-"""Kind, whether it is pinned, and positions in ascending order."""
+_Found = tuple[str, bool, Iterable[int]]
+"""Kind, whether it is pinned, and positions, the last one first, which are only looked for while there is room."""
 
 
 class AnchorPoint(NamedTuple):
@@ -95,11 +97,12 @@ def anchor_points(
         by_kind[span.kind].append(span)
     lattice = _lattice(length)
     end = "prompt_end" if probe.prompt_end_survives else "prompt_end_in_loop"
-    found = [*_pinned(by_kind, probe), ("parting", True, sorted(partings)), (end, False, [length]), *_others(by_kind)]
+    parted = sorted(partings, reverse=True)
+    found = [*_pinned(by_kind, probe), ("parting", True, parted), (end, False, [length]), *_others(by_kind)]
     found.sort(key=lambda one: (one[1], PRIORITIES[one[0]]), reverse=True)
     best: dict[int, tuple[str, bool]] = {}
     for kind, pinned, positions in found:
-        for position in reversed(positions):
+        for position in positions:
             if len(best) == LIMIT - len(lattice):
                 break
             if 0 < position <= length:
@@ -114,17 +117,25 @@ def anchor_points(
 def _pinned(by_kind: Mapping[str, Sequence[Span]], probe: Probe) -> list[_Found]:
     first, systems = _first(by_kind), by_kind.get("system", ())
     parts = sorted(span.end for span in (*by_kind.get("tools", ()), *systems) if span.end < first)
-    users = [span.start for span in by_kind.get("user", ())[-PINNED_USERS:]]
+    users = [span.start for span in by_kind.get("user", ())[: -PINNED_USERS - 1 : -1]]
     found: list[_Found] = [
         ("head_end", True, [first]),
-        ("head_part", True, parts[:PINNED_PARTS]),
+        ("head_part", True, parts[:PINNED_PARTS][::-1]),
         ("user_start", True, users),
-        ("generation_prompt", True, [span.start for span in by_kind.get("generation_prompt", ())]),
+        ("generation_prompt", True, _starts(by_kind.get("generation_prompt", ()))),
     ]
     if not probe.thinking_survives:
-        headers = [span.start for span in by_kind.get("assistant_header", ())]
-        found.append(("loop_start", True, sorted(_loop_starts(users, headers))))
+        loops = _loop_starts(users, by_kind.get("assistant_header", ()))
+        found.append(("loop_start", True, sorted(loops, reverse=True)))
     return found
+
+
+def _starts(spans: Sequence[Span]) -> Iterator[int]:
+    return (span.start for span in reversed(spans))
+
+
+def _ends(spans: Sequence[Span]) -> Iterator[int]:
+    return (span.end for span in reversed(spans))
 
 
 def _first(by_kind: Mapping[str, Sequence[Span]]) -> int:
@@ -132,27 +143,26 @@ def _first(by_kind: Mapping[str, Sequence[Span]]) -> int:
     return min((some[0].start for kind, some in by_kind.items() if kind not in ("tools", "system")), default=0)
 
 
-def _loop_starts(users: Sequence[int], headers: Sequence[int]) -> set[int]:
+def _loop_starts(users: Sequence[int], headers: Sequence[Span]) -> set[int]:
     """The first assistant header after each user message: which message the template takes for the last query is its
     own affair (a reminder beside tool outputs is none)."""
-    return {headers[at] for user in users if (at := bisect_right(headers, user)) < len(headers)}
+    at = (bisect_right(headers, user, key=attrgetter("start")) for user in users)
+    return {headers[one].start for one in at if one < len(headers)}
 
 
 def _others(by_kind: Mapping[str, Sequence[Span]]) -> list[_Found]:
-    """Beginnings of turns, ends of tool outputs, and both ends of thinking and calls: the last ones of each, for there
-    is no room for more."""
+    """Beginnings of turns, ends of tool outputs, and both ends of thinking and calls."""
     first = _first(by_kind)
-    users, headers, outputs = (by_kind.get(kind, ()) for kind in ("user", "assistant_header", "tool_output"))
-    systems = [span.start for span in by_kind.get("system", ()) if span.start >= first]
+    users, headers, systems = (by_kind.get(kind, ()) for kind in ("user", "assistant_header", "system"))
+    later = (position for position in _starts(systems) if position >= first)
     found: list[_Found] = [
-        ("user_start", False, [span.start for span in users[:-PINNED_USERS][-LIMIT:]]),
-        ("turn_start", False, sorted((*systems, *(span.start for span in headers[-LIMIT:])))),
-        ("tool_output_end", False, [span.end for span in outputs[-LIMIT:]]),
+        ("user_start", False, _starts(users[:-PINNED_USERS])),
+        ("turn_start", False, merge(later, _starts(headers), reverse=True)),
+        ("tool_output_end", False, _ends(by_kind.get("tool_output", ()))),
     ]
     for kind in ("thinking", "tool_call"):
-        last = by_kind.get(kind, ())[-LIMIT:]
-        found.append((f"{kind}_start", False, [span.start for span in last]))
-        found.append((f"{kind}_end", False, [span.end for span in last]))
+        found.append((f"{kind}_start", False, _starts(by_kind.get(kind, ()))))
+        found.append((f"{kind}_end", False, _ends(by_kind.get(kind, ()))))
     return found
 
 

@@ -115,7 +115,5 @@ def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
     first may only be equal: harnesses change what says nothing in it (``harness``), and it is made anew."""
     if not some or not others or some[0] != others[0]:
         return 0
-    size = min(len(some), len(others))
-    if all(map(operator.is_, some[1:], others[1:])):
-        return size
-    return next(at for at in range(1, size) if some[at] is not others[at])
+    same = [True, *map(operator.is_, some[1:], others[1:])]
+    return len(same) if all(same) else same.index(False)

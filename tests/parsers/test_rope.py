@@ -27,7 +27,14 @@ def test_it_reads_as_its_text(steps: list[tuple[float, str]], data: Any) -> None
 
 
 def test_what_is_shared_is_not_copied() -> None:
-    first = Rope("x" * 100)
-    grown = first.upto(90) + "y" * 50
-    more = grown.upto(130) + "z"
-    assert more._pieces[0] is grown._pieces[0] and more.begins_with(grown.upto(120))
+    first = Rope("x" * 1000)
+    grown = first.upto(900) + "y" * 50
+    more = grown.upto(930) + "z"
+    assert more._pieces[0] is grown._pieces[0] and more.begins_with(grown.upto(920))
+
+
+def test_it_has_few_pieces() -> None:
+    rope = Rope()
+    for _ in range(10_000):
+        rope += "text"
+    assert len(rope._pieces) < 20
