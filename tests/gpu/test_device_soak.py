@@ -25,9 +25,9 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no bandwidth profile
     for name, value in (("hosted.RING", 1 << 20), ("hosted.GATHERED", 1 << 20), ("plan.GATHERED", 1 << 20)):
         monkeypatch.setattr(f"engine.device.{name}", value)
-    for name, value in (("LEAST_PAGES", 6), ("ANSWER", 6), ("CHUNK", 32), ("WARM", 5.0)):
+    for name, value in (("LEAST_PAGES", 6), ("ANSWER", 70), ("CHUNK", 32), ("WARM", 5.0)):
         monkeypatch.setattr(check_soak, name, value)
-    monkeypatch.setattr(check_soak, "EXPECTED", ())  # it takes seconds for a step
+    monkeypatch.setattr("engine.experts.prefill.Prefill.possible", False)  # its kernels take seconds to interpret
     model = write_tiny("qwen3_5_moe", tmp_path / "model", layers=LAYERS)
     round_experts(model, "int8")
     texts = check_soak.texts(4, 200, 256)
