@@ -226,8 +226,9 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
     config = model_config(quick)
     vocab, answers = config.vocab, {}
     some: dict[str, Any] = {"device": "cuda", "gpu_bytes": room_for(config, RESIDENT)}
+    begin = time.perf_counter()
     for name, mode in MODES.items():
-        print(f"{name}:", flush=True)
+        print(f"{name}, at {time.perf_counter() - begin:.0f} s:", flush=True)
         elastic = mode["experts"] != "device"
         where = some if elastic else {"device": "cuda"}
         with replays() as events, served(folder, machine, **where, **mode) as made:
@@ -248,7 +249,7 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
     agreed = sum(int((there[name].logits.argmax(1) == torch.tensor(resident[name])).sum()) for name in ANSWERS)
     right = report("and would have chosen, routers left alone", f"{agreed} of {total} tokens", agreed >= AGREED * total)
     name, half = HALF
-    print(f"{name}, with the experts that the CPU chooses:", flush=True)
+    print(f"{name}, with the experts that the CPU chooses, at {time.perf_counter() - begin:.0f} s:", flush=True)
     with following(folder, machine, there, DeviceOps, **some, **half) as made:
         right &= compare(*made, there, vocab, said, SOAK)
     if not quick:
@@ -270,7 +271,9 @@ def main() -> int:
         start = time.perf_counter()
         write_model(model_config(options.quick), Path(folder), machine.device)
         report("model written", f"{time.perf_counter() - start:.1f} s")
-        return 0 if check(Path(folder), machine, options.quick) else 1
+        right = check(Path(folder), machine, options.quick)
+    report("all right" if right else "some of it", f"after {time.perf_counter() - start:.0f} s", right)
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

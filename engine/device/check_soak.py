@@ -173,8 +173,8 @@ def _divide(sessions: Sessions, rng: random.Random) -> bool:
     most = partition.most
     try:
         partition.set(
-            slots=rng.randrange(most.slots // 8, most.slots // 2), pages=rng.randrange(LEAST_PAGES, LEAST_PAGES * 3 // 2),
-            states=rng.randrange(1, 9),
+            slots=rng.randrange(most.slots // 8, most.slots // 2),
+            pages=rng.randrange(LEAST_PAGES, LEAST_PAGES * 3 // 2), states=rng.randrange(1, 9),
         )  # fmt: skip
     except DoesNotFit:
         return False
