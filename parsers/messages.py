@@ -35,6 +35,7 @@ from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Fixed, Guard
 from parsers.memory import Memory
 from parsers.plain_schema import plain_schema
 from parsers.prompt import TurnKind
+from parsers.template import TemplateRefusal
 from parsers.write import arguments_mapping, arguments_text, assistant_text, thinking_of, tool_descriptions, tools_text
 
 NINE = re.compile("[A-Za-z0-9]{9}")
@@ -81,6 +82,9 @@ class Traits:
     answers_in_a_row: bool = True
     """Assistant turns may come first, and follow each other. Else those that do are one, and an empty query stands
     before one that answers nothing."""
+    thoughts_alone: bool = True
+    """An answer may be thinking and nothing else, as after an interruption, wherever it stands. Else it says nothing:
+    the template drops the thinking, and what is left of the turn is the end of one."""
     stub: str = ""
     """What stands between header and text where thinking was dropped."""
 
@@ -103,6 +107,8 @@ class Plan:
 
     messages: list[Message] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    """The turn of each message."""
     refused: dict[int, list[tuple[TurnKind, int, str]]] = field(default_factory=dict)
     """(kind, turn, text) of turns that the template refuses, by the item before which they stand."""
     continues: bool = False
@@ -124,11 +130,27 @@ class Plan:
     def add(self, item: Item, message: Message) -> None:
         self.items.append(item)
         self.messages.append(message)
+        self.origins.append(item.turn)
+
+    def refusal(self, render: Callable[[Sequence[Message]], object], error: TemplateRefusal) -> RenderError:
+        """The template's, with the turn without which it would not have refused, where there is one."""
+        fewer, more = 0, len(self.messages)
+        while more - fewer > 1:
+            middle = (fewer + more) // 2
+            try:
+                render(self.messages[:middle])
+            except TemplateRefusal as other:
+                refused = str(other) == str(error)
+            else:
+                refused = False
+            fewer, more = (fewer, middle) if refused else (middle, more)
+        at = f" at turn {self.origins[fewer]}" if fewer and self.origins[fewer] >= 0 else ""
+        return RenderError(f"the chat template refuses this conversation{at}: {error}")
 
     def copied(self, turn: int) -> Plan:
         """As far as it has come, for another one to go on."""
         other = copy(self)
-        other.messages, other.items = [*self.messages], [*self.items]
+        other.messages, other.items, other.origins = [*self.messages], [*self.items], [*self.origins]
         other.refused = {item: [*turns] for item, turns in self.refused.items()}
         other.made, other.early = {**self.made}, {*self.early}
         other.stem, other.turn = None, turn
@@ -272,10 +294,12 @@ class _Planning:
         if stem is None and not self._traits.declares_tools and conversation.tools and not told:
             self._system(-1, planner._system("", conversation.tools))
         begin = stem.turn if stem else 0
-        self._last = last_answer(conversation, begin)
+        self._last = _last_answer(conversation, self._traits, begin)
         # An answer that says nothing is none: to some templates it is the end of a turn before it.
         turns = [
-            one for one in enumerate(conversation.turns[begin:], begin) if not _is_answer(one) or has_content(one[1])
+            one
+            for one in enumerate(conversation.turns[begin:], begin)
+            if not _is_answer(one) or has_content(one[1], self._traits)
         ]
         if not self._traits.answers_in_a_row:
             turns = [
@@ -386,11 +410,11 @@ class _Planning:
         self.plan.add(Item("tool_output", index), self._planner._output(self.plan.made[call_id].identity, texts))
 
 
-def last_answer(conversation: Conversation, begin: int = 0) -> int:
+def _last_answer(conversation: Conversation, traits: Traits, begin: int) -> int:
     """The last answer that is not the first turn, and has another's before it; -1 without one."""
     turns = conversation.turns
     for index in range(len(turns) - 1, max(begin, 1) - 1, -1):
-        if turns[index].role == "assistant" and has_content(turns[index]):
+        if turns[index].role == "assistant" and has_content(turns[index], traits):
             return index if turns[index - 1].role != "assistant" else -1
     return -1
 
@@ -402,7 +426,11 @@ def _is_answer(numbered: tuple[int, Turn]) -> bool:
 def _goes_on(turn: Turn) -> bool:
     """An answer that the client has begun, or that was cut off: text at its end, and no calls that wait for outputs."""
     called = any(isinstance(block, ToolCall) for block in turn.blocks)
-    return turn.role == "assistant" and not called and any(isinstance(b, Text) and _says(b) for b in turn.blocks[-1:])
+    return (
+        turn.role == "assistant"
+        and not called
+        and any(isinstance(b, Text) and b.text.strip() for b in turn.blocks[-1:])
+    )
 
 
 def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
@@ -417,12 +445,12 @@ def _joined(run: list[tuple[int, Turn]]) -> list[tuple[int, Turn]]:
     return [(run[-1][0], Turn("assistant", (*thinking, text, *calls)))]
 
 
-def has_content(turn: Turn) -> bool:
-    return turn.sampled is not None or any(isinstance(block, ToolCall) or _says(block) for block in turn.blocks)
-
-
-def _says(block: Block) -> bool:
-    return isinstance(block, Text | Thinking) and bool(block.text.strip())
+def has_content(turn: Turn, traits: Traits) -> bool:
+    """Does this answer say anything?"""
+    says = (Text, Thinking) if traits.thoughts_alone else (Text,)
+    return turn.sampled is not None or any(
+        isinstance(block, ToolCall) or (isinstance(block, says) and block.text.strip()) for block in turn.blocks
+    )
 
 
 def _has_outputs(turn: Turn) -> bool:

@@ -286,6 +286,10 @@ class _Examination:
         for answers in ((system, query, yes, yes, _user("And?")), (system, yes, query)):
             if not self._renders(traits, replace(first, turns=answers)):
                 traits = replace(traits, answers_in_a_row=False)
+        thoughts = Turn("assistant", (Thinking("Hm."),))
+        for so_far in (first.turns, loop.turns):
+            if not self._renders(traits, replace(loop, turns=(*so_far, thoughts, _user("And?")))):
+                traits = replace(traits, thoughts_alone=False)
         extra = (yes, Turn("system", (Text("Middle."),)), _user("And?"))
         anywhere = replace(traits, system="anywhere")
         middle = replace(first, turns=(*first.turns, *extra))

@@ -63,13 +63,13 @@ class Renderer:
         self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
         self._known: Memory[tuple[tuple[int, ...], bool], _SampledParts] = Memory(_MEMORY, lambda k, v: _size(k[0], v))
         self._ids: Memory[tuple[int, ...], Sequence[str]] = Memory(_MEMORY, _size)
-        self._stems = Stems()
+        self._stems = Stems(traits)
 
     def with_traits(self, traits: Traits) -> Renderer:
         """The same for other traits; what knows the vocabulary is shared."""
         other = copy(self)
         other.traits, other._planner = traits, Planner(self.format, self.guard, traits, self.written_ids)
-        other._stems = Stems()
+        other._stems = Stems(traits)
         return other
 
     @property
@@ -187,11 +187,13 @@ class Renderer:
 
     def _text(self, plan: Plan, conversation: Conversation, thinking: bool, effort: Effort | None) -> Rope:
         template, variables = self._template, self.format.switches.variables(thinking, effort)
-        told = plan.messages, self._planner.tools(conversation.tools), variables
+        messages, told = plan.messages, (self._planner.tools(conversation.tools), variables)
         try:
-            return template.rope(*told) if isinstance(template, ChatTemplate) else Rope(template.render(*told))
+            if isinstance(template, ChatTemplate):
+                return template.rope(messages, *told)
+            return Rope(template.render(messages, *told))
         except TemplateRefusal as refusal:
-            raise RenderError(f"the chat template refuses this conversation: {refusal}") from refusal
+            raise plan.refusal(lambda fewer: template.render(fewer, *told), refusal) from refusal
 
     def _ended(self, block: Block) -> bool:
         return block.assistant and bool(self._finder.end(block.body)[1])

@@ -13,7 +13,7 @@ from threading import Lock
 
 from parsers.conversation import Conversation, Tool, ToolCall, Turn, same_tools
 from parsers.format import Effort
-from parsers.messages import PlanStem, has_content
+from parsers.messages import PlanStem, Traits, has_content
 from parsers.prompt import Written
 from parsers.rope import Rope
 
@@ -75,13 +75,13 @@ class Stem:
         """About its bytes."""
         return len(self.text) + len(self.written.packed) + _TURN * len(self.turns)
 
-    def begins(self, conversation: Conversation) -> bool:
+    def begins(self, conversation: Conversation, traits: Traits) -> bool:
         """Has the conversation these turns, and then an answer?"""
         size, turns = len(self.turns), conversation.turns
         return (
             len(turns) > size
             and turns[size].role == "assistant"
-            and has_content(turns[size])
+            and has_content(turns[size], traits)
             and same_tools(self.tools, conversation.tools)
             and turns[size - 1] == self.turns[-1]
             and turns[:size] == self.turns
@@ -97,7 +97,8 @@ class Stem:
 class Stems:
     """The latest ones. Safe to share between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, traits: Traits) -> None:
+        self._traits = traits
         self._known: deque[Stem] = deque()
         self._size = 0
         self._lock = Lock()
@@ -106,13 +107,15 @@ class Stems:
         """How many turns of the conversation were rendered before, whatever the thinking."""
         with self._lock:
             known = [*self._known]
-        return max((len(stem.turns) for stem in known if stem.begins(conversation)), default=0)
+        return max((len(stem.turns) for stem in known if stem.begins(conversation, self._traits)), default=0)
 
     def find(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Stem | None:
         """The longest of those that fit."""
         with self._lock:
             known = [stem for stem in self._known if (stem.thinking, stem.effort) == (thinking, effort)]
-        fitting = (stem for stem in sorted(known, key=lambda stem: -len(stem.turns)) if stem.begins(conversation))
+        fitting = (
+            stem for stem in sorted(known, key=lambda stem: -len(stem.turns)) if stem.begins(conversation, self._traits)
+        )
         return next(fitting, None)
 
     def keep(

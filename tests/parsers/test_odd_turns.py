@@ -122,6 +122,35 @@ def test_an_answer_that_says_nothing_is_none(name: str) -> None:
 
 
 @every
+def test_an_answer_may_be_thinking_alone(name: str) -> None:
+    """As an agent sends it after it was interrupted: alone, in a row, beside empty text, and in a loop of tools."""
+    one = family(name)
+    for blocks in ((Thinking("Hm hm."),), (Thinking("Hm hm."), Text(""))):
+        thought = Turn("assistant", blocks)
+        for before in ((), (TURN, output("call_1", "Blue."))):
+            for turns in ((thought, user("More.")), (thought, thought, user("More.")), (thought, *ANSWERS)):
+                prompt = one.render(with_turns(*before, *turns))
+                assert ("More." if turns[-1].role == "user" else "Two.") in one.tokenizer.decode(prompt.ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("kimi_k2", (TURN, output("call_1", "Blue."), output("call_1", "Red."), *ANSWERS)),
+        ("kimi_k3", (TURN, user("Go on."), output("call_1", "Blue."), *ANSWERS)),
+    ],
+)
+def test_what_a_template_refuses_is_named(name: str, turns: tuple[Turn, ...]) -> None:
+    with pytest.raises(RenderError, match="refuses this conversation at turn 4: "):
+        family(name).render(with_turns(*turns))
+
+
+def test_what_no_turn_is_to_blame_for_names_none() -> None:
+    with pytest.raises(RenderError, match="refuses this conversation: there is no user message"):
+        family("qwen3_xml").render(replace(FIRST, turns=FIRST.turns[:1]))
+
+
+@every
 def test_every_conversation_has_a_prompt_or_a_reason(name: str) -> None:
     for turns in ((), (Turn("assistant", (Thinking("Hm."),)),), (user("Q"), Turn("assistant", (Thinking("Hm."),)))):
         try:
