@@ -110,8 +110,8 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
         fresh = store is not None and not store.exists()
         persist = _open_persist(store, settings.store_key_file)
         if store is not None and persist is not None:
-            if fresh:  # nothing is left of one that nothing was served from
-                stack.callback(lambda: (api and api.started) or shutil.rmtree(store, ignore_errors=True))
+            if fresh:
+                stack.callback(lambda: None if api is not None and api.started else _remove(store))
             stack.callback(persist.close)
         model = settings.model if settings.model is not None else await build_embedded(settings.cache)
         family = _load_family(model, settings.family)
@@ -293,6 +293,11 @@ def _open_persist(store: Path | None, key_file: Path | None) -> Persist | None:
             f"the store in {store} cannot be used: {error} (its key: --store-key-file FILE; another store: --store "
             "DIR; none: --no-store)"
         ) from error
+
+
+def _remove(store: Path) -> None:
+    """Nothing is left of one that nothing was served from."""
+    shutil.rmtree(store, ignore_errors=True)
 
 
 def _load_family(model: Path, name: str | None) -> Family:
