@@ -29,6 +29,8 @@ SUFFIX = 1024
 """Rows that an executor should take, for the CPU to help with calls of up to so many."""
 _RING = 4
 """The ring has this part of the slots, but room for one layer, if they are as many, and not for more than two."""
+_SURE = 0.9
+"""Of its experts that a layer is to use, for some to be brought before they are known while the CPU helps."""
 _LISTS = 6
 """Of what is brought. One that is written again was read two layers before."""
 _PROBED = 1
@@ -103,11 +105,11 @@ class Prefill:
             self._ask(x, ids, weights, layer)
 
         y, last = torch.empty_like(x), 1 if self._whole else -(-self._pool.experts // self._room)
-        more = layer + 1 < self._pool.layers and self.streams(rows)
+        more = self._ahead_of(rows) if layer + 1 < self._pool.layers else 0
         for wave in range(last + 1):
             coming = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0) if wave < last else None
-            if more and wave == 0:
-                self._bring_ahead(counts, layer + 1, beside=True)
+            if more == self._ring and wave == 0:
+                self._bring_ahead(counts, layer + 1, more, beside=True)
             self._side.join(come)
             come = coming
             timed = layer == _PROBED and wave == 0
@@ -124,7 +126,7 @@ class Prefill:
         waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring)
         waves.move(self._slots, self.waves)
         if more:
-            self._bring_ahead(counts, layer + 1, beside=False)
+            self._bring_ahead(counts, layer + 1, more, beside=False)
         if self._cpu_takes(rows):
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
             waves.add_answer(y, self.waves, self._mailbox + box.y)
@@ -184,11 +186,20 @@ class Prefill:
         )
         return self._side.run(lambda stream: self._fetch(fetches, stream))
 
-    def _bring_ahead(self, counts: Tensor, layer: int, *, beside: bool) -> None:
+    def _ahead_of(self, rows: int) -> int:
+        """How many of the next layer's experts are brought before they are known: as many as there is room for, or, if
+        the CPU is better asked for some, what the link brings in the time between two layers' experts."""
+        if self.streams(rows):
+            return self._ring
+        costs, experts = self.costs, self._pool.experts
+        sure = costs.spread * uniform(rows, self._executor.layout.ranks, experts) >= _SURE * experts
+        return min(int(costs.between * rows / costs.link), experts - 1) if sure and self._whole else 0
+
+    def _bring_ahead(self, counts: Tensor, layer: int, room: int, *, beside: bool) -> None:
         """Experts of a layer before they are known: what there is room for beside all of the layer before it, and the
         others in place of what that has computed."""
         where, fetches = self._where[0], self._list()  # where is not written
-        waves.take(self._residency, self.waves, fetches, counts, layer, where, 0, self._room, first=beside, ahead=True)
+        waves.take(self._residency, self.waves, fetches, counts, layer, where, 0, room, first=beside, ahead=True)
         self._ahead = layer, self._side.run(lambda stream: self._fetch(fetches, stream))
 
     def _list(self) -> Fetches:

@@ -106,6 +106,7 @@ def divide(
     _set(where, {e: found[e] for e in there}, -1)
     left = missing[on_link:]
     hits = sum(not (ahead and waves.brought[e]) for e in there)
+    waves.brought.zero_()
     pairs = sum(rows[e] for e in left)
     waves.asked[1] = pairs
     waves.told[layer] = torch.tensor([len(there), on_link, len(left), pairs], dtype=torch.int32)
@@ -117,9 +118,9 @@ def take(
     state: Residency, waves: Waves, fetches: Fetches, counts: Tensor, layer: int, where: Tensor, base: int, room: int,
     *, first: bool, ahead: bool,
 ) -> None:  # fmt: skip
-    """Into the slots from ``base`` on, ``room`` of them. ``first``: experts that are there, of the layer that is
-    computed, are not computed yet. ``ahead``: all experts of the layer after that one, whose routing is not known, the
-    ``first`` and then the others; ``where`` and ``counts`` do not matter then."""
+    """Into the slots from ``base`` on, ``room`` of them, not more than two layers have. ``first``: experts that are
+    there, of the layer that is computed, are not computed yet. ``ahead``: all experts of the layer after that one,
+    whose routing is not known; ``where`` and ``counts`` do not matter then."""
     experts, start = state.experts, layer * state.experts
     barred = ({layer} if ahead or first else set()) | ({layer - 1} if ahead and first else set())
     if ahead:
@@ -137,8 +138,7 @@ def take(
         fetches.fetch[number] = torch.tensor([slot, start + e, state.parts], dtype=torch.int32)
     fetches.counts[0] = len(given)
     if ahead:
-        before = [] if first else waves.brought.nonzero().flatten().tolist()
-        _set(waves.brought, dict.fromkeys([*before, *given], 1), 0)
+        waves.brought[list(given)] = 1
     else:
         _set(where, given, -1)
         waves.todo[list(given)] = 0

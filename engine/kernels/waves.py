@@ -79,6 +79,7 @@ def _divide(
     hits = there
     if AHEAD:
         hits = there & (tl.load(brought + e, mask=here, other=0) == 0)
+    tl.store(brought + e, 0, mask=here)
     tl.store(asked + 1, pairs)
     tl.store(told + layer * 4, tl.sum(there.to(tl.int32)))
     tl.store(told + layer * 4 + 1, on_link)
@@ -146,10 +147,7 @@ def _take(
     tl.store(fetch + rank * 3 + 1, flat, mask=taken)
     tl.store(fetch + rank * 3 + 2, parts, mask=taken)
     if AHEAD:
-        came = taken.to(tl.int32)
-        if not FIRST:
-            came += tl.load(brought + e, mask=here, other=0)
-        tl.store(brought + e, came, mask=here)
+        tl.store(brought + e, 1, mask=taken)
     else:
         tl.store(where + e, mine, mask=here)
         tl.store(todo + e, 0, mask=taken)
@@ -167,8 +165,8 @@ def take(
         _take, (1,),
         counts, state.slot_of, state.owner, waves.todo, waves.brought, where, fetches.fetch, fetches.counts,
         state.counters, state.part_bytes, layer, state.experts, state.parts, base, room,
-        EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=next_power_of_2(room), FIRST=first, AHEAD=ahead, num_warps=8,
-        early=False,
+        EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=next_power_of_2(2 * state.experts), FIRST=first, AHEAD=ahead,
+        num_warps=8, early=False,
     )  # fmt: skip
 
 

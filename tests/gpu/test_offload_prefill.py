@@ -236,6 +236,16 @@ def test_long_calls_bring_whole_layers_ahead_and_only_what_is_missing(made: Make
     )
 
 
+def test_some_come_ahead_while_the_cpu_helps(made: MakeCase) -> None:
+    """As many as the link brings between two layers, of a call that uses nearly all experts; not of a short one."""
+    case = made(24)
+    case.costs(between=1.0)
+    case.call(300, 1)
+    assert case.told[0][FOUND] == 0 and all(layer[FOUND] == 3 and layer[LEFT] > 0 for layer in case.told[1:])
+    case.call(17, 2)
+    assert case.offloaded.prefill._ahead_of(17) == 0
+
+
 def test_what_the_last_tokens_use_is_there_for_decoding(made: MakeCase) -> None:
     """Even of the first layer, whose part of the ring other layers have taken since."""
     case = made(30)
