@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parsers.codecs.call import NAME_LIMIT
-from parsers.codecs.writers import spelled
+from parsers.codecs.writers import python_literal, spelled
 from parsers.format import Codec, Elements, Literals, PythonCalls, Tagged
-from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, sequence
+from parsers.lark import ANY, GrammarError, Rules, escaped, one_of, plain, regex, sequence
 from parsers.parts import DEPTH, TYPES, Member, Parts
 from parsers.schema import json_of
 
@@ -43,8 +43,9 @@ class Values(Parts):
             case Elements():
                 return self._elements(codec, self.root, 0)
             case PythonCalls():
-                any_value = self.json(True, escapes='"\\nrt')
-                return self._listed(codec, self.root, "=", ", ", self._python, any_value)
+                return self._listed(
+                    codec, self.root, "=", ", ", lambda one: self._python(codec, one.schema), self._python(codec, True)
+                )
             case _:
                 return self.json(self.root)
 
@@ -144,11 +145,43 @@ class Values(Parts):
                 more = self._rules.rule(sequence((f"({separator} {one})?", more)))
         return first
 
-    def _python(self, member: Member) -> str:
-        alternatives = self._some(member.schema)
-        if all(one["type"] == "boolean" for one in alternatives):
-            return one_of(plain(str(value)) for one in alternatives for value in one.get("enum", (True, False)))
-        return self.json(member.schema, escapes='nrt"\\')
+    def _python(self, codec: PythonCalls, schema: object, depth: int = 0) -> str:
+        def build() -> str:
+            return one_of(self._one_python(codec, one, depth) for one in self._some(schema, depth))
+
+        return self._recursive(schema, f"python {depth if schema is True else ''}", build)
+
+    def _one_python(self, codec: PythonCalls, one: Mapping[str, Any], depth: int) -> str:
+        """As JSON, but for its words, and for strings that are written in another quote where they need no escapes."""
+        kind, spelled_as_json = one["type"], self.json(one, escapes='nrt"\\')
+        if kind == "boolean":
+            return one_of(plain(str(value)) for value in one.get("enum", (True, False)))
+        if kind == "null":
+            return one_of(map(plain, ("None", "null")))
+        if codec.quote == '"' or kind not in ("string", "array", ""):
+            return spelled_as_json
+        if kind == "array":
+            return one_of((self._array(one, lambda item: self._python(codec, item, depth + 1), ", "), spelled_as_json))
+        if "enum" in one:
+            one = {**one, "enum": [value for value in one["enum"] if python_literal(codec, value)[0] == codec.quote]}
+            if not one["enum"]:
+                return spelled_as_json
+        try:
+            pattern = self.pattern(one)
+        except GrammarError:  # JSON's compiler may know more
+            return spelled_as_json
+        quote = codec.quote
+        unescaped = regex(rf"{quote}[^{quote}\\\x00-\x1f]*{quote}")
+        text = self._rules.terminal(f"{regex(f'{quote}(?:{pattern or ANY}){quote}')} & {unescaped}")
+        return one_of((text, spelled_as_json))
+
+    def _array(self, one: Mapping[str, Any], spell: Callable[[object], str], mark: str) -> str:
+        low, high = self._size(one)
+        item = spell(one.get("items", True))
+        if high == 0:
+            return '"[" "]"'
+        rest = f"{item} ({plain(mark)} {item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}"
+        return f'"[" {rest} "]"' if low else f'"[" ({rest})? "]"'
 
     def _literal_object(self, codec: Literals, schema: object, depth: int) -> str:
         def spell(member: Member) -> str:
@@ -173,12 +206,7 @@ class Values(Parts):
             case "object":
                 return self._literal_object(codec, one, depth + 1)
             case "array":
-                low, high = self._size(one)
-                item = self._literal(codec, one.get("items", True), depth + 1)
-                if high == 0:
-                    return '"[" "]"'
-                rest = f'{item} ("," {item}){{{max(0, low - 1)},{"" if high is None else high - 1}}}'
-                return f'"[" {rest} "]"' if low else f'"[" ({rest})? "]"'
+                return self._array(one, lambda item: self._literal(codec, item, depth + 1), ",")
             case "":
                 self.check(one)
                 kinds = [kind for kind in TYPES if depth < 4 or kind not in ("object", "array")]

@@ -49,7 +49,7 @@ def arguments_text(codec: Codec, call: Written) -> str:
             given = {key: value for key, value in call.arguments.items() if value is not None}
             return "".join(_elements(codec, given))  # a null argument is one that is not there
         case PythonCalls():
-            members = ", ".join(f"{key}={_python(codec, value)}" for key, value in call.arguments.items())
+            members = ", ".join(f"{key}={python_literal(codec, value)}" for key, value in call.arguments.items())
             return f"{call.name}({members})"
 
 
@@ -107,14 +107,14 @@ def _elements(codec: Elements, value: object) -> Iterator[str]:
         yield f"{codec.prefix}</{key}>"
 
 
-def _python(codec: PythonCalls, value: object) -> str:
+def python_literal(codec: PythonCalls, value: object) -> str:
     match value:
         case str() if codec.quote not in value and _UNESCAPED.fullmatch(value):
             return f"{codec.quote}{value}{codec.quote}"
         case bool() | None:
             return _PYTHON_WORDS[value]
         case list():
-            return "[" + ", ".join(_python(codec, one) for one in value) + "]"
+            return "[" + ", ".join(python_literal(codec, one) for one in value) + "]"
     return _json(value)
 
 

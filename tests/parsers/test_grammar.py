@@ -271,6 +271,27 @@ def test_tools_that_are_not_strict_are_followed_as_far_as_possible() -> None:
     assert not accepts("hermes", text, HERMES.format('{"a": {}}'))
 
 
+def test_strings_may_be_written_in_the_quotes_of_the_format() -> None:
+    """Which are those that the model was trained on; where they need escapes, they are others."""
+    kinds: Any = {
+        "s": {"type": "string"},
+        "e": {"enum": ["up", "it's", 3]},
+        "p": {"type": "string", "pattern": "^[a-z]+$"},
+        "l": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "n": {"type": ["boolean", "null"]},
+    }
+    schema = {"type": "object", "properties": kinds, "additionalProperties": False}
+    for strict in (True, False):
+        text = grammar("lfm2", (Tool("probe", parameters=schema, strict=strict),), Demand("required"), thinking=False)
+        for right in (
+            "s='a b'", 's="a b"', "s=''", """s="it's\\n\"""", "e='up'", 'e="it\'s"', "e=3", "p='abc'", "l=['a', 'b']",
+            'l=["a", "b"]', "n=True", "n=None", "n=null", "s='x', p='y'",
+        ):  # fmt: skip
+            assert accepts("lfm2", text, f"<|tool_call_start|>[probe({right})]<|tool_call_end|>"), right
+        for wrong in ("s=a", "s='a", "s='it's'", "s='a\nb'", r"s='a\'", "e='down'", "p='A'", "l=[]", "n='True'"):
+            assert not accepts("lfm2", text, f"<|tool_call_start|>[probe({wrong})]<|tool_call_end|>"), wrong
+
+
 @pytest.mark.parametrize("name", ["gemma4", "minimax_m3", "qwen3_xml", "lfm2"])
 def test_what_a_spelling_cannot_express_is_refused_by_name(name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "patternProperties": {"^x": {}}}
