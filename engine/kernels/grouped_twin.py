@@ -33,14 +33,14 @@ def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tenso
     for pairs, slot in _present(groups):
         weights, _ = layout.decode(slots[slot, : layout.nbytes])
         rows = x[groups.order[pairs].long() // ranks]
-        gate, up = (rows @ weights.to(x.dtype).T).chunk(2, dim=1)
+        gate, up = (rows @ weights.to(x).T).chunk(2, dim=1)
         out[pairs] = gate * torch.sigmoid(gate) * up
 
 
 def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
     for pairs, slot in _present(groups):
         _, weights = layout.decode(slots[slot, : layout.nbytes])
-        out[groups.order[pairs].long()] = h[pairs] @ weights.to(h.dtype).T
+        out[groups.order[pairs].long()] = h[pairs] @ weights.to(h).T
 
 
 def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor, *, add: bool = False) -> None:

@@ -70,7 +70,7 @@ def _add_keys(
     return new_best, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width", "all_rows"])
 def _attend(
     q, k_pages, v_pages, segments, table, partial, highest, sums, out,
     count, width, all_rows, heads, kv_heads, head_dim, scale,
@@ -89,7 +89,6 @@ def _attend(
         at = first.to(tl.int64) * heads + kv_head * group
         within = token * heads + member
         queries = tl.load(q + at * head_dim + (within[:, None] * head_dim + dim[None, :]), mask=inside, other=0.0)
-        queries = queries.to(k_pages.dtype.element_ty)
 
         end = position + length
         low, high = 0, end
@@ -122,7 +121,7 @@ def _attend(
             tl.store(out + to, mixed / total[:, None], mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "parts"])
 def _add_up(partial, highest, sums, out, size, parts, head_dim, ROWS: tl.constexpr, DIM: tl.constexpr):
     row, dim = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     here = row < size
@@ -160,7 +159,7 @@ def attention(
         highest, sums = q.new_empty(2, parts, rows, heads)
     launch(
         _attend, (numbers, kv_heads, parts),
-        q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,
+        q.to(k_pages.dtype), k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,
         count, width, rows, heads, kv_heads, head_dim, scale * LOG2_E,
         PAGE=PAGE, KEYS=tiling.keys, TOKENS=tokens, GROUP=group, SEGMENTS=segments_of(batch),
         DIM=dim, SPLIT=parts > 1,

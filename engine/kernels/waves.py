@@ -21,9 +21,9 @@ MOVERS, PIECES = 128, 8
 """Programs that move experts within the device, and how many of them share one."""
 WORDS = 2048
 """That one of them moves at a time."""
-FETCHERS, FETCHED_WORDS = 8, 16384
-"""Programs that fetch, and what one of them moves at a time: half a megabyte on its way keeps a link busy, and every
-program takes a multiprocessor from the products beside."""
+FETCHERS, FETCHED_WORDS, FETCH_WARPS = 8, 16384, 8
+"""Programs that fetch, what one of them moves at a time, and with how many warps: half a megabyte on its way keeps a link
+busy, and every program takes a multiprocessor from the products beside."""
 SUMS = 1024
 _LONG = (1 << 62) - 1
 
@@ -252,15 +252,13 @@ def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, rin
 
 @triton.jit
 def _fetch(pool, slots, fetch, counts, words, length, PROGRAMS: tl.constexpr, WORDS: tl.constexpr):
-    lane = tl.arange(0, WORDS)
     source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
-    for number in range(tl.load(counts)):
-        to = tl.load(fetch + number * 3).to(tl.int64) * words
-        origin = tl.load(fetch + number * 3 + 1).to(tl.int64) * words
-        for start in range(tl.program_id(0) * WORDS, length, PROGRAMS * WORDS):
-            at = start + lane
-            data = tl.load(source + (origin + at), mask=at < length, cache_modifier=".cg")
-            tl.store(slots + (to + at), data, mask=at < length)
+    pieces = tl.cdiv(length, WORDS)
+    for piece in range(tl.program_id(0), tl.load(counts) * pieces, PROGRAMS):
+        expert, at = fetch + piece // pieces * 3, piece % pieces * WORDS + tl.arange(0, WORDS)
+        to, origin = tl.load(expert).to(tl.int64) * words, tl.load(expert + 1).to(tl.int64) * words
+        data = tl.load(source + (origin + at), mask=at < length, cache_modifier=".cg")
+        tl.store(slots + (to + at), data, mask=at < length)
 
 
 def fetch(pool: int, stride: int, slots: Tensor, fetches: Fetches, nbytes: int, stream: int | None) -> None:
@@ -269,7 +267,7 @@ def fetch(pool: int, stride: int, slots: Tensor, fetches: Fetches, nbytes: int, 
     launch(
         _fetch, (FETCHERS,),
         pool, slots.view(torch.int32), fetches.fetch, fetches.counts, stride // 4, nbytes // 16 * 4,
-        PROGRAMS=FETCHERS, WORDS=FETCHED_WORDS, num_warps=8, early=False, stream=stream,
+        PROGRAMS=FETCHERS, WORDS=FETCHED_WORDS, num_warps=FETCH_WARPS, early=False, stream=stream,
     )  # fmt: skip
 
 
