@@ -22,8 +22,8 @@ MOVERS, PIECES = 128, 8
 WORDS = 2048
 """That one of them moves at a time."""
 FETCHERS, FETCHED_WORDS, FETCH_WARPS = 8, 16384, 8
-"""Programs that fetch, what one of them moves at a time, and with how many warps: half a megabyte on its way keeps a link
-busy, and every program takes a multiprocessor from the products beside."""
+"""Programs that fetch, what one of them moves at a time, and with how many warps: half a megabyte on its way keeps a
+link busy, and every program takes a multiprocessor from the products beside."""
 SUMS = 1024
 _LONG = (1 << 62) - 1
 
