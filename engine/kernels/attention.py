@@ -72,7 +72,7 @@ def _sequence(segments, row, count, SEGMENTS: tl.constexpr):
     return tl.max(tl.where(mine, index, -1)), tl.sum(tl.where(mine, start + row - first, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width", "splits"])
 def _ranges(
     q, k_pages, v_pages, segments, table, partial, highest, sums,
     first_row, count, width, splits, heads, kv_heads, head_dim, scale,
@@ -121,7 +121,7 @@ def _ranges(
         tl.store(partial + to.to(tl.int64)[:, None] * head_dim + dim[None, :], mixed, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "splits"])
 def _combine(
     partial, highest, sums, out, segments, first_row, count, splits, heads, head_dim,
     SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, RANGES: tl.constexpr,
@@ -192,7 +192,7 @@ def _token(segments, table, row, count, width, PAGE: tl.constexpr, SEGMENTS: tl.
     return tl.where(sequence < 0, -1, page * PAGE + position % PAGE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _write_pages(
     k, v, k_pages, v_pages, segments, table, count, width, size, k_row, v_row,
     PAGE: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -235,7 +235,7 @@ def _turned(
     return tl.where(rotated, values * cos + tl.where(low, -others, others) * sin, values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _qk_norm_rope(
     q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
     count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,

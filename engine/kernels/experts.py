@@ -418,7 +418,7 @@ def _release(to, value, ON_DEVICE: tl.constexpr):
         tl.store(to.to(tl.pointer_type(tl.int64)), value)
 
 
-@triton.jit(do_not_specialize=["value"])
+@triton.jit(do_not_specialize=["value", "givers"])
 def _publish(
     x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
     PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
