@@ -194,6 +194,8 @@ class Sampler:
         found within."""
         if (self._raises and best.floor > -np.inf) or self._sampling.temperature > _HOTTEST:
             return None
+        if self._sampling.temperature <= 0.0 and mask is None and not self._adjusts:
+            return best.ids.item(0) if best.scores.item(0) > best.floor else None
         ids, scores = self._sure(best, mask)
         if not len(ids):
             return None

@@ -19,7 +19,9 @@ class Watching:
     def sampled(self, sequence: Sequence) -> None:
         """Keep the state before a watched token sequence. While one of several tokens may be going on, the state
         before its first token waits in a slot."""
-        longest = max((len(watch.tokens) for watch in sequence.request.watches), default=0)
+        if not sequence.request.watches:
+            return
+        longest = max(len(watch.tokens) for watch in sequence.request.watches)
         sampled = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - longest) :]
         going: set[int] = set()
         for watch in sequence.request.watches:

@@ -14,21 +14,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from engine import native
 from engine.api import Sampling
 from engine.device.agree import CHUNK, Known, Led, known
 from engine.device.check_soak import Sessions, resumes, soaked, texts
 from engine.device.frozen import executor_threads, frozen
+from engine.device.graph import Inputs
 from engine.device.machine import Machine, find_machine
+from engine.device.runner import DeviceRunner
 from engine.device.served import LAYERS, Served, model_config, prompt, report, room_for, served, write_model
 from engine.device.watchdog import Watchdog
 from engine.experts.executor import ExecutorError
@@ -82,37 +83,51 @@ def _prompt(name: str, vocab: int) -> list[int]:
     return prompt(list(PROMPTS).index(name), PROMPTS[name], vocab)
 
 
-Events = list[tuple[torch.Event, torch.Event]]
+class Graphs:
+    """How long the device takes for steps of one sequence, by events within the graphs that are made meanwhile: one
+    where a step's inputs are there, one where its results are. Events around a graph would take the host longer than
+    what is measured."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        copy, finish = Inputs.copy, DeviceRunner._finish
+
+        def begin(inputs: Inputs) -> None:
+            copy(inputs)
+            self._mark(0)
+
+        def end(runner: DeviceRunner, logits: Tensor, temperatures: Tensor) -> Tensor:
+            out = finish(runner, logits, temperatures)
+            self._mark(1)
+            return out
+
+        with patch.object(Inputs, "copy", begin), patch.object(DeviceRunner, "_finish", end):
+            yield
+
+    def _mark(self, number: int) -> None:
+        """In the first graph, which is that of one sequence."""
+        if torch.cuda.is_current_stream_capturing() and len(self._events) == number:
+            event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+            event.record()  # type: ignore[no-untyped-call]
+            self._events.append(event)
+
+    def ended(self) -> None:
+        """A step has."""
+        begin, end = self._events
+        self.seconds.append(begin.elapsed_time(end) / 1e3)
 
 
-@contextmanager
-def replays() -> Iterator[Events]:
-    """Events around the graphs that were launched last; as many as the longest answer has. They are made before: that
-    takes as long as what is measured."""
-    event = partial(torch.Event, "cuda", enable_timing=True)
-    made = [(event(), event()) for _ in range(max(ANSWERS.values()))]
-    for begin, end in made:
-        begin.record()
-        end.record()
-    events, unused, replay = Events(), cycle(made), torch.cuda.CUDAGraph.replay
-
-    def timed(graph: torch.cuda.CUDAGraph) -> None:
-        begin, end = next(unused)
-        begin.record()
-        replay(graph)
-        end.record()
-        events.append((begin, end))
-
-    with patch.object(torch.cuda.CUDAGraph, "replay", timed):
-        yield events
-
-
-def converse_alone(made: Served, vocab: int, events: Events) -> float:
+def converse_alone(made: Served, vocab: int, graphs: Graphs) -> float:
     """Tells, of one sequence alone, tok/s and how long the device waits for the host. -> seconds of a step."""
+    made.after = graphs.ended
     converse(made, vocab)
     count = ANSWERS["long"] - _WARM
-    steps, graphs = made.steps[-count:], events[-count:]
-    host = median(step - begin.elapsed_time(end) / 1e3 for step, (begin, end) in zip(steps, graphs, strict=True))
+    steps = made.steps[-count:]
+    host = median(step - seconds for step, seconds in zip(steps, graphs.seconds[-count:], strict=True))
     stats = made.scheduler.stats().values
     parts = [stats.get(f"experts_{name}", 0.0) for name in ("hit", "fetched", "on_cpu")]
     shares = ", ".join(f"{part / max(sum(parts), 1):.0%}" for part in parts)
@@ -231,8 +246,9 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
         print(f"{name}, at {time.perf_counter() - begin:.0f} s:", flush=True)
         elastic = mode["experts"] != "device"
         where = some if elastic else {"device": "cuda"}
-        with replays() as events, served(folder, machine, **where, **mode) as made:
-            alone = converse_alone(made, vocab, events)
+        graphs = Graphs()
+        with graphs.made(), served(folder, machine, **where, **mode) as made:
+            alone = converse_alone(made, vocab, graphs)
             answers[name] = dict(made.answers)
             if elastic or not quick:
                 turns(made, vocab, alone)

@@ -109,18 +109,21 @@ class DecodeSteps:
         self.launch(parts)
         return self.wait(len(parts))
 
-    @torch.inference_mode()
     def launch(self, parts: Sequence[Rows]) -> Step:
         """Begin a step; the one before has ended."""
-        step = self.prepare(len(parts))
+        step = self._steps.get(len(parts)) or self.prepare(len(parts))
         step.inputs.fill(parts)
         if step.graphs is None:
-            step.inputs.copy()
-            step.logits = self._model.forward(step.inputs.batch, self._cache)
-            self.finish_again(step)
+            self._run(step)
         else:
             step.graphs[0].replay()
         return step
+
+    @torch.inference_mode()
+    def _run(self, step: Step) -> None:
+        step.inputs.copy()
+        step.logits = self._model.forward(step.inputs.batch, self._cache)
+        self.finish_again(step)
 
     @torch.inference_mode()
     def finish_again(self, step: Step) -> None:

@@ -42,20 +42,23 @@ def twin(logits: Tensor, temperatures: Tensor, which: Tensor, words: Tensor, mos
     return torch.cat(kept, dim=1)
 
 
-def best_of(
-    reduced: Tensor, temperatures: Sequence[float], masked: Sequence[bool], vocab: int, whole: Callable[[int], Logits]
-) -> list[Best]:
-    """``reduced`` as ``reduce`` gives it, on the host, which is looked at and not copied. ``whole`` fetches the logits
-    of a row."""
-    numbers: npt.NDArray[np.int32] = reduced.numpy()
-    kept = numbers.shape[1] // 2 - 1
-    scores, ids, others = numbers[:, :kept].view(np.float32), numbers[:, kept : 2 * kept], numbers[:, 2 * kept :]
-    return [
-        Best(
-            ids[row], scores[row], float(scores[row, -1]) if kept < vocab else -np.inf, highest, mass, temperature,
-            within, partial(whole, row),
-        )
-        for row, ((highest, mass), temperature, within) in enumerate(
-            zip(others.view(np.float32).tolist(), temperatures, masked, strict=True)
-        )
-    ]  # fmt: skip
+class Reduced:
+    """What ``reduce`` gives, on the host: rows are looked at where they lie, whenever they are there."""
+
+    def __init__(self, reduced: Tensor, vocab: int) -> None:
+        numbers: npt.NDArray[np.int32] = reduced.numpy()
+        kept = numbers.shape[1] // 2 - 1
+        scores, others = numbers[:, :kept].view(np.float32), numbers[:, 2 * kept :].view(np.float32)
+        self._rows = [*zip(numbers[:, kept : 2 * kept], scores, others, strict=True)]
+        self._all = kept >= vocab
+
+    def best(
+        self, temperatures: Sequence[float], masked: Sequence[bool], whole: Callable[[int], Logits]
+    ) -> list[Best]:  # fmt: skip
+        """Of the first rows. ``whole`` fetches the logits of one."""
+        found = []
+        for row, (temperature, within) in enumerate(zip(temperatures, masked, strict=True)):
+            ids, scores, others = self._rows[row]
+            floor, (highest, mass) = -np.inf if self._all else scores.item(-1), others.tolist()
+            found.append(Best(ids, scores, floor, highest, mass, temperature, within, partial(whole, row)))
+        return found

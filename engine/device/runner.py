@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from engine.device.graph import DecodeSteps
 from engine.device.hosted import Hosted
 from engine.device.masks import Masks, in_time
-from engine.device.reduce import best_of, reduce
+from engine.device.reduce import Reduced, reduce
 from engine.experts.offload import OffloadedExperts
 from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE
 from engine.grammar import Mask
@@ -20,6 +21,7 @@ from engine.models.model import Cache, Model, Progress, Wait, all_there
 from engine.runner import Rows, Runner
 from engine.sampling import Logits, Row
 
+_Scored = tuple[Reduced, list[Mask | None], Tensor]
 _WARM_UP = 0, 1
 """A page and a state that no sequence has yet while steps are prepared."""
 
@@ -53,6 +55,7 @@ class DeviceRunner(Runner):
         self._masks = Masks(model.vocab_size, most, device)
         self._fetched_rows = self._graphs = self._masked_rows = self._graph_bytes = 0
         self._learns = False
+        self._outs: dict[int, tuple[Tensor, Reduced]] = {}
 
     def prepare(self, progress: Progress) -> None:
         """Capture all graphs. Before any sequence is there."""
@@ -84,7 +87,7 @@ class DeviceRunner(Runner):
         temperatures = [part.temperature for part in parts if part.logits]
         masked = [mask is not None for mask in masks]
         self._masked_rows += sum(masked)
-        return best_of(reduced, temperatures, masked, self.model.vocab_size, lambda row: self._fetch(logits, row))
+        return reduced.best(temperatures, masked, partial(self._fetch, logits))
 
     def gauges(self) -> dict[str, float]:
         """``graph_bytes``: that making the graphs took. ``experts_*`` count parts of experts since the start.
@@ -138,8 +141,8 @@ class DeviceRunner(Runner):
             for part in parts
         )
 
-    def _replay(self, parts: Sequence[Rows], meanwhile: Callable[[], None]) -> tuple[Tensor, list[Mask | None], Tensor]:
-        """The best of each row, what they were found within, and all scores; the first on the host."""
+    def _replay(self, parts: Sequence[Rows], meanwhile: Callable[[], None]) -> _Scored:
+        """The best of each row, what they were found within, and all scores, which are on the device."""
         wanted = [part.mask for part in parts]
         masks: list[Mask | None] = [None] * len(parts)
         if not any(wanted):
@@ -154,10 +157,17 @@ class DeviceRunner(Runner):
             self._masks.copy(masks)
             self._steps.finish_again(step)
         self._graphs += 1
-        return self._steps.wait(len(parts)), masks, step.logits
+        return self._reduced(self._steps.wait(len(parts))), masks, step.logits
+
+    def _reduced(self, out: Tensor) -> Reduced:
+        """Of a graph's rows, which are always in the same place."""
+        rows = len(out)
+        if rows not in self._outs or self._outs[rows][0] is not out:
+            self._outs[rows] = out, Reduced(out, self.model.vocab_size)
+        return self._outs[rows][1]
 
     @torch.inference_mode()
-    def _at_once(self, parts: Sequence[Rows], wait: Wait) -> tuple[Tensor, list[Mask | None], Tensor]:
+    def _at_once(self, parts: Sequence[Rows], wait: Wait) -> _Scored:
         """As ``_replay``."""
         logits = self.forward(parts, wait)
         wanted = [part for part in parts if part.logits]
@@ -168,7 +178,7 @@ class DeviceRunner(Runner):
             some = slice(first, first + self._most)
             self._masks.copy(masks[some])
             reduced.append(self._finish(logits[some], temperatures[some]).cpu())
-        return torch.cat(reduced), masks, logits
+        return Reduced(torch.cat(reduced), self.model.vocab_size), masks, logits
 
     def _marked(self) -> Callable[[], bool]:
         """Says whether the device has done what it was given until now."""

@@ -94,12 +94,14 @@ def room_for(config: Qwen35MoeConfig, share: float) -> int:
 
 @dataclass
 class Served:
-    """A scheduler, what it answered by request, and the seconds of its steps that gave tokens."""
+    """A scheduler, what it answered by request, and the seconds of its steps that gave tokens. ``after``: to be done
+    after such a step, and not timed."""
 
     scheduler: Scheduler
     answers: dict[str, list[int]] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
+    after: Callable[[], None] = lambda: None
 
     def submit(self, name: str, prompt: Sequence[int], sampling: Sampling, **options: Any) -> None:
         self.answers[name] = []
@@ -110,6 +112,7 @@ class Served:
         replies = self.scheduler.step()
         if any(isinstance(reply, Tokens) for reply in replies):
             self.steps.append(time.perf_counter() - start)
+            self.after()
         for reply in replies:
             if isinstance(reply, Tokens):
                 self.answers[reply.id] += reply.tokens

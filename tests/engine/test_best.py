@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from engine.device.masks import Masks
-from engine.device.reduce import KEPT, best_of, reduce
+from engine.device.reduce import KEPT, Reduced, reduce
 from engine.grammar import packed
 from engine.sampling import Best, Logits, Sampler, ScoresError
 
@@ -48,7 +48,7 @@ def best(logits: Logits, temperature: float, fetched: list[int] | None = None, m
     for rows_masks in ([mask and mask.result()] * 3, [None, mask and mask.result()]):  # some row had one before
         masks.copy(rows_masks)
     reduced = reduce(rows, torch.tensor([0.5, temperature]), masks)
-    return best_of(reduced, [0.5, temperature], [False, mask is not None], len(logits), whole)[1]
+    return Reduced(reduced, len(logits)).best([0.5, temperature], [False, mask is not None], whole)[1]
 
 
 def both(logits: Logits, prompt: list[int], sampling: Sampling, mask: Any = None) -> tuple[Sampler, Sampler]:
