@@ -333,7 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise CheckpointError(f"{out} exists; name a new folder, or remove it first")
         print(write_tiny(options.pop("arch"), out, **options))
-    except (CheckpointError, OSError) as error:
+    except OSError as error:
+        print(f"ft checkpoint: cannot write {out} ({error.strerror or error}): name another folder", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
         print(f"ft checkpoint: {error}", file=sys.stderr)
         return 2
     return 0

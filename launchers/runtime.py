@@ -92,15 +92,34 @@ def in_use(host: str, port: int) -> ServeError:
     )
 
 
+def clear_ready_file(path: Path) -> None:
+    """A server that was killed may have left it. Raises ServeError, before a model is loaded, where none can be."""
+    try:
+        path.unlink(missing_ok=True)
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def write_ready_file(path: Path, url: str, worker_pid: int) -> None:
     """Atomically: whoever sees the file sees all of it. Raises ServeError."""
     text = json.dumps({"url": url, "pid": os.getpid(), "worker_pid": worker_pid}) + "\n"
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise ServeError(f"cannot write {path} ({why(error)}): name another --ready-file") from error
+        raise _unwritable(path, error) from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _unwritable(path: Path, error: OSError) -> ServeError:
+    return ServeError(f"cannot write {path} ({why(error)}): name another --ready-file")
 
 
 def _bind(host: str, port: int, root: Path) -> socket.socket:

@@ -23,7 +23,16 @@ from engine.client import EngineClient
 from engine.remote.client import RemoteClient
 from launchers import keys, remote
 from launchers.display import Display
-from launchers.runtime import Claim, ServeError, claim_port, in_use, is_loopback, runtime_root, write_ready_file
+from launchers.runtime import (
+    Claim,
+    ServeError,
+    claim_port,
+    clear_ready_file,
+    in_use,
+    is_loopback,
+    runtime_root,
+    write_ready_file,
+)
 from launchers.settings import ServeSettings
 from launchers.supervisor import WORKER_COMMAND, Supervisor, build_embedded
 from parsers.load import Family, FamilyError, load_family
@@ -103,8 +112,7 @@ async def _run(settings: ServeSettings, worker_command: Sequence[str], display: 
         root = settings.runtime_dir or runtime_root()
         claim = stack.enter_context(claim_port(settings.host, settings.port, root, "https" if tls else "http"))
         if settings.ready_file is not None:
-            with contextlib.suppress(OSError):  # no file, or no place for one: that is told when it is written
-                settings.ready_file.unlink()  # a server that was killed may have left it
+            clear_ready_file(settings.ready_file)
         api: _Api | None = None
         store = settings.store
         fresh = store is not None and not store.exists()

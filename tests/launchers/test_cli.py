@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from launchers import serve_options
+from launchers import entry, serve_options
 from launchers.agents.harness import Harness
 from launchers.agents.registry import HARNESSES
 from launchers.cli import build_parser, main
@@ -419,6 +419,14 @@ def test_what_was_meant_is_named(line: str, says: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(line.split())
     assert says in capsys.readouterr().err
+
+
+def test_an_interruption_while_modules_are_loaded_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launchers.cli.main", interrupted)
+    assert entry.main() == 130
 
 
 def test_a_reader_that_stops_reading_is_no_error() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.runtime import ServeError, claim_port, is_loopback, runtime_root, write_ready_file
+from launchers.runtime import ServeError, claim_port, clear_ready_file, is_loopback, runtime_root, write_ready_file
 from tests.process.support import child_environment
 
 HOST = "127.0.0.1"
@@ -104,6 +104,8 @@ def test_paths_that_do_not_work(short_dir: Path) -> None:
         claim_port(HOST, 0, short_dir / "file" / "run").__enter__()
     with pytest.raises(ServeError, match="--ready-file"):
         write_ready_file(short_dir / "absent" / "ready", "http://x", 1)
+    with pytest.raises(ServeError, match=r"No such file.*--ready-file"):  # and before anything is loaded
+        clear_ready_file(short_dir / "absent" / "ready")
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
