@@ -112,7 +112,7 @@ class Graphs:
         """In the first graph, which is that of one sequence."""
         if torch.cuda.is_current_stream_capturing() and len(self._events) == number:
             event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
-            event.record()  # type: ignore[no-untyped-call]
+            event.record()
             self._events.append(event)
 
     def ended(self) -> None:
