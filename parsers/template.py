@@ -12,11 +12,13 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from parsers.loops import OWN, Loops
 from parsers.rope import Rope
 
 _OF_DICTS = frozenset(dir(dict))
+_HARMLESS = frozenset((bool, int, float, str))
 
 
 class TemplateRefusal(Exception):
@@ -37,6 +39,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in OWN.get(kind, ()):
             return getattr(obj, attribute)
+        if kind is Namespace and attribute[:1] != "_" and type(value := getattr(obj, attribute, None)) in _HARMLESS:
+            return value
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

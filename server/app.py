@@ -119,19 +119,19 @@ def create_app(state: ServerState) -> Starlette:
 
     token_bytes = state.family.tokenizer.token_bytes
     app = Starlette(
-        routes=[
+        routes=[  # those that are asked for most are looked at first
             Route("/v1/messages", generation(ANTHROPIC), methods=["POST"]),
+            Route("/v1/responses", generation(responses.reader(state.history, state.logprobs)), methods=["POST"]),
+            Route("/v1/chat/completions", generation(chat.reader(state.logprobs)), methods=["POST"]),
+            Route("/v1/completions", generation(completions.reader(token_bytes)), methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/v1/responses", _no_upgrade, methods=["GET"]),
-            Route("/v1/responses", generation(responses.reader(state.history, state.logprobs)), methods=["POST"]),
             WebSocketRoute("/v1/responses", socket),
             WebSocketRoute("/{path:path}", websocket.nowhere),
             Route("/v1/responses/{id}", kept(stored.get)),
             Route("/v1/responses/{id}", kept(stored.delete), methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", kept(stored.input_items)),
             Route("/v1/responses/{id}/cancel", kept(stored.cancel), methods=["POST"]),
-            Route("/v1/chat/completions", generation(chat.reader(state.logprobs)), methods=["POST"]),
-            Route("/v1/completions", generation(completions.reader(token_bytes)), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{id:path}", model),
             Route("/v1/sessions", sessions),

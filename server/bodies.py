@@ -150,8 +150,9 @@ class Bodies:
         if not new or closed != end:
             return None
         field = entry.field
-        raw = {**entry.raw, field: [*entry.raw[field][:count], *new]}
-        messages = Known((*entry.messages[:count], *new))
+        raw = {**entry.raw, field: entry.raw[field][:count] + new}
+        messages = Known(entry.messages[:count])
+        messages += new
         messages.read = count
         body = Body({**raw, field: messages})
         if entry.tools is not None and "tools" in raw:

@@ -32,7 +32,9 @@ async def answer(request: Request, state: ServerState, protocol: WireProtocol) -
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
     data = await read_bytes(request, state.settings)
-    inbound = read(state, data, protocol, request.state.namespace, lambda _: request.headers)
+    # They are asked for often: not searched each time. The first of a name counts.
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(request.headers.raw)}
+    inbound = read(state, data, protocol, request.state.namespace, lambda _: headers)
     check_model(state, inbound.meta.model)
     return await _unless_disconnected(request, _answer(state, inbound, request.state.caller))
 

@@ -72,6 +72,7 @@ class FrontConfig(uvicorn.Config):
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS,

@@ -10,11 +10,10 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
-from uuid import uuid4
 
 from anyio import to_thread
 
-from engine.api import Anchor, ModelInfo, Request, Sampling, Watch
+from engine.api import Anchor, ModelInfo, Request, Sampling
 from engine.client import EngineError, EngineStream
 from parsers.conversation import Conversation, Tool
 from parsers.format import Effort
@@ -96,22 +95,22 @@ async def _submitted(
     constraint = await constrain(state, prompt, tools, options.demand) if forced is None else None
     exact = constraint is not None
     max_tokens = _budget(len(prompt), options, state.settings, context_limit(state, info))
-    sampling = replace(_sampling(options, state, max_tokens, info.vocab_size), forced=forced, constraint=constraint)
-    request = Request(
-        id="",
-        tokens=memoryview(prompt.packed).cast("I"),
-        sampling=sampling,
-        anchors=() if "checkpoints" in state.engine.lacks else engine_anchors(visit.anchors(prompt)),
-        watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in visit.watches()),
-        session=visit.session_id,
-        namespace=meta.namespace,
-        side=visit.side,
-    )
+    sampling = _sampling(options, state, max_tokens, info.vocab_size, forced, constraint)
+    anchors = () if "checkpoints" in state.engine.lacks else engine_anchors(visit.anchors(prompt))
     answers: list[Generation] = []
     try:
         for number in range(options.n):
-            drawn = replace(sampling, seed=(sampling.seed + number) % _SEEDS)
-            stream = submit(state, replace(request, id=uuid4().hex, sampling=drawn))
+            request = Request(
+                id=secrets.token_hex(16),
+                tokens=memoryview(prompt.packed).cast("I"),
+                sampling=replace(sampling, seed=(sampling.seed + number) % _SEEDS) if number else sampling,
+                anchors=anchors,
+                watches=state.watches,
+                session=visit.session_id,
+                namespace=meta.namespace,
+                side=visit.side,
+            )
+            stream = submit(state, request)
             parser = partial(plain_text, state) if raw else partial(state.family.parser, prompt, tools, exact=exact)
             assembler = Assembler(
                 new_call_id=visit.new_call_id,
@@ -124,7 +123,7 @@ async def _submitted(
                 choice=first + number,
             )
             own = visit if number == options.n - 1 else copy(visit)
-            answers.append(Generation(state, own, prompt, stream, options, request.anchors, parser, assembler))
+            answers.append(Generation(state, own, prompt, stream, options, anchors, parser, assembler))
     except BaseException:
         for answer in answers:
             await answer.close()
@@ -146,7 +145,7 @@ def submit(state: ServerState, request: Request) -> EngineStream:
 
 
 def engine_anchors(points: Iterable[AnchorPoint]) -> tuple[Anchor, ...]:
-    return tuple(map(Anchor._make, points))
+    return tuple([tuple.__new__(Anchor, point) for point in points])  # as _make does it, with less around it
 
 
 async def worker(state: ServerState) -> ModelInfo:
@@ -220,7 +219,14 @@ def _forced(state: ServerState, visit: Visit, prompt: Prompt) -> tuple[int, ...]
     return state.script.tokens(state.family, prompt, say)
 
 
-def _sampling(options: Options, state: ServerState, max_tokens: int, vocab_size: int) -> Sampling:
+def _sampling(
+    options: Options,
+    state: ServerState,
+    max_tokens: int,
+    vocab_size: int,
+    forced: tuple[int, ...] | None,
+    constraint: str | None,
+) -> Sampling:
     settings = state.settings
     unknown = [token for token, _ in options.logit_bias if not 0 <= token < vocab_size]
     if unknown:
@@ -238,6 +244,8 @@ def _sampling(options: Options, state: ServerState, max_tokens: int, vocab_size:
         logprobs=options.logprobs,
         logit_bias=options.logit_bias,
         stop_tokens=state.family.stop_tokens,
+        forced=forced,
+        constraint=constraint,
     )
 
 

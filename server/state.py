@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from anyio import CapacityLimiter
 
+from engine.api import Watch
 from engine.client import Engine
 from parsers.load import Family
 from server.bodies import Bodies
@@ -17,6 +18,7 @@ from server.limits import Limits
 from server.logprobs import LogprobFormat, logprob_format
 from server.script import Script
 from server.settings import ServerSettings
+from sessions.anchors import watch_points
 from sessions.tracker import Sessions
 
 
@@ -62,6 +64,8 @@ class ServerState:
     keys: KeyRing = field(init=False)
     limits: Limits = field(init=False)
     logprobs: LogprobFormat = field(init=False)
+    watches: tuple[Watch, ...] = field(init=False)
+    """Of every request."""
     history: Stored = field(default_factory=Stored)
     bodies: Bodies = field(default_factory=Bodies)
 
@@ -73,6 +77,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self.watches = tuple(Watch(one.tokens, one.kind, one.priority) for one in watch_points(self.family.watches))
         self.idle = Idle(self.engine, self.sessions, settings, self.render_limiter)
         self.logprobs = logprob_format(self.family.tokenizer.token_bytes)
         self.keys = KeyRing(settings.api_keys)

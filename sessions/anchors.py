@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -102,11 +103,8 @@ def anchor_points(
     found.sort(key=lambda one: (one[1], PRIORITIES[one[0]]), reverse=True)
     best: dict[int, tuple[str, bool]] = {}
     for kind, pinned, positions in found:
-        for position in positions:
-            if len(best) == LIMIT - len(lattice):
-                break
-            if 0 < position <= length:
-                best.setdefault(position, (kind, pinned))
+        new = (position for position in positions if 0 < position <= length and position not in best)
+        best.update(dict.fromkeys(islice(new, LIMIT - len(lattice) - len(best)), (kind, pinned)))
     for position in lattice:
         best.setdefault(position, ("lattice", False))
     return tuple(

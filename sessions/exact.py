@@ -134,9 +134,8 @@ class Journal:
 
     def echoed(self, numbers: Iterable[int]) -> None:
         """Answers that were asked for again; -1 is none."""
-        for number in numbers:
-            if number >= 0:
-                self._entries.move_to_end(number)
+        for number in [number for number in numbers if number >= 0]:
+            self._entries.move_to_end(number)
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)

@@ -187,8 +187,10 @@ def _kind(harness: Harness, meta: RequestMeta, conversation: Conversation) -> Ki
 
 def _told_kinds(harness: Harness, meta: RequestMeta) -> set[Kind]:
     raw = meta.headers.get(harness.metadata, "") if harness.metadata else ""
+    if not raw:
+        return set()
     try:
-        told = json.loads(raw or "{}")
+        told = json.loads(raw)
     except (ValueError, RecursionError):
         return set()
     return {kind for (name, value), kind in harness.kinds.items() if isinstance(told, dict) and told.get(name) == value}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -70,10 +71,15 @@ def counted(counts: Counts, kind: Divergence) -> dict[Divergence, int]:
 
 def priorities(counts: Counts) -> Mapping[str, float]:
     """What each kind of anchor is worth to a harness that has diverged so often in each way."""
-    total = sum(counts.get(kind, 0) for kind in _EXPECTED)
+    return _priorities(tuple(counts.get(kind, 0) for kind in _EXPECTED))
+
+
+@lru_cache(64)
+def _priorities(seen: tuple[int, ...]) -> Mapping[str, float]:
+    """``seen`` in the order of what is expected."""
     learned = dict(PRIORITIES)
-    for kind, expected in _EXPECTED.items():
-        share = (counts.get(kind, 0) + _CONFIDENCE * expected) / (total + _CONFIDENCE)
+    for (kind, expected), count in zip(_EXPECTED.items(), seen, strict=True):
+        share = (count + _CONFIDENCE * expected) / (sum(seen) + _CONFIDENCE)
         factor = min(max(share / expected, 1 / _REACH), _REACH)
         learned.update({name: PRIORITIES[name] * factor for name in _SERVES[kind]})
     return MappingProxyType(learned)

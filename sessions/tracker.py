@@ -11,7 +11,7 @@ from functools import partial
 from parsers.conversation import Conversation
 from parsers.load import Family
 from sessions import archive
-from sessions.anchors import AnchorPoint, WatchPoint
+from sessions.anchors import AnchorPoint
 from sessions.archive import ArchiveError
 from sessions.causes import Asked, Cause
 from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest
@@ -46,7 +46,6 @@ __all__ = [
     "SessionSummary",
     "Sessions",
     "Visit",
-    "WatchPoint",
 ]
 
 CLIENT_ID_LENGTH = 256
@@ -238,7 +237,7 @@ class Sessions:
             self._verdicts.update(steps.verdicts)
         journal, tools = session.journal, conversation.tools
         made = Walk(conversation.turns, turns, scope, first, links, journal, branch.name, tools, steps)
-        restored = replace(conversation, turns=tuple(steps.turns))
+        restored = Conversation(tuple(steps.turns), tools)
         worth = priorities(self._habits.get(harness.name, {}))
         elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
         return Place(

@@ -10,7 +10,7 @@ from parsers.conversation import Block, Conversation, Sampled, Turn
 from parsers.events import Boundary
 from parsers.load import Family
 from parsers.render import Prompt
-from sessions.anchors import AnchorPoint, WatchPoint, anchor_points, watch_points
+from sessions.anchors import AnchorPoint, anchor_points
 from sessions.causes import Asked, Cause, Reuse, counted, explain, facts
 from sessions.digest import TurnDigest, head_turns, pack, system_digest, turn_digest
 from sessions.exact import sampled_turn
@@ -139,9 +139,6 @@ class Visit:
         leads = self._place.leads
         partings = places(leads, self._asked_with(prompt).tokens, opening(prompt.spans)) if leads else ()
         return anchor_points(len(prompt), prompt.spans, self._family.probe, self._place.priorities, partings)
-
-    def watches(self) -> tuple[WatchPoint, ...]:
-        return watch_points(self._family.watches)
 
     def new_call_id(self) -> str:
         """Unguessable, because it names exact tokens; alphanumeric, because some clients strip the rest."""

@@ -115,5 +115,6 @@ def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
     first may only be equal: harnesses change what says nothing in it (``harness``), and it is made anew."""
     if not some or not others or some[0] != others[0]:
         return 0
-    same = [True, *map(operator.is_, some[1:], others[1:])]
+    same = [*map(operator.is_, some, others)]
+    same[0] = True
     return len(same) if all(same) else same.index(False)

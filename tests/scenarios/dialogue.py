@@ -12,6 +12,7 @@ from engine.api import Anchor, Watch
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.load import Family
 from server.blocks import Assembler
+from sessions.anchors import watch_points
 from sessions.persist import Persist, PersistConfig
 from sessions.tracker import RequestMeta, ReuseReport, Sessions
 
@@ -68,7 +69,7 @@ class House:
             prompt.ids,
             forced,
             anchors=[Anchor(a.position, a.kind, a.priority, a.pinned) for a in visit.anchors(prompt)],
-            watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in visit.watches()),
+            watches=tuple(Watch(w.tokens, w.kind, w.priority) for w in watch_points(self.family.watches)),
             session=visit.session_id,
             side=visit.side,
         )
