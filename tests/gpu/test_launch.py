@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +53,43 @@ def test_sizes(size: int) -> None:
     assert launch.cdiv(size, 3) == (size + 2) // 3
     power = launch.next_power_of_2(size)
     assert power >= max(1, size) > power // 2 or power == 1
+
+
+class Kernel:
+    """As Triton's are used: says what it was compiled for and what it was started with."""
+
+    __name__, arg_names = "kernel", ["x", "size", "WIDTH", "KIND"]
+    params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    def __init__(self) -> None:
+        self.compiled: list[dict[str, Any]] = []
+        self.started: list[tuple[Any, ...]] = []
+
+    def run(self, *_: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
+        assert warmup  # compiles, and starts nothing
+        self.compiled.append(options)
+        return SimpleNamespace(run=lambda *given: self.started.append(given), function=7, packed_metadata=(4, 1, 0))
+
+
+def test_what_was_compiled_is_started_again_with_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 5)))
+    monkeypatch.setattr(launch, "_compiled", {})
+    kernel, x = Kernel(), TENSORS[0]
+    for size in (3, 5):
+        launch.launch(kernel, (size,), x, size, KIND="a", WIDTH=8, num_warps=2)
+    launch.launch(kernel, (2, 3), x, 5, KIND="a", WIDTH=8, num_warps=2, stream=9)
+    assert [one["num_warps"] for one in kernel.compiled] == [2]
+    at = x.data_ptr()
+    assert kernel.started == [
+        (3, 1, 1, 5, 7, (4, 1, 0), None, None, None, at, 3, 8, "a"),
+        (5, 1, 1, 5, 7, (4, 1, 0), None, None, None, at, 5, 8, "a"),
+        (2, 3, 1, 9, 7, (4, 1, 0), None, None, None, at, 5, 8, "a"),
+    ]
+    for others in ({"num_warps": 4}, {"num_warps": 2, "KIND": "b"}):
+        launch.launch(kernel, (1,), x, 5, **{"KIND": "a", "WIDTH": 8, **others})
+    launch.launch(kernel, (1,), x, 16, KIND="a", WIDTH=8, num_warps=2)
+    assert len(kernel.compiled) == 4
+    with pytest.raises(TypeError, match="by name"):
+        launch.launch(kernel, (1,), x, 5, 8, KIND="a")
