@@ -453,6 +453,11 @@ def has_content(turn: Turn, traits: Traits) -> bool:
     )
 
 
+def quoted(turn: Turn) -> str:
+    texts = (block.name if isinstance(block, ToolCall) else block.text for block in turn.blocks)
+    return repr(" ".join(texts)[:80])
+
+
 def _has_outputs(turn: Turn) -> bool:
     return any(isinstance(block, ToolOutput) for block in turn.blocks)
 

@@ -24,12 +24,12 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from parsers.alternatives import alternatives
-from parsers.conversation import Conversation, Sampled, Thinking, ToolCall, Turn
+from parsers.conversation import Conversation, Sampled, Thinking, ToolCall
 from parsers.encoders.message import Encoder
 from parsers.format import Effort, Format
 from parsers.guard import CONTINUED, OUTPUT, SYSTEM, THOUGHT, USER, Guard, visible
 from parsers.memory import Memory
-from parsers.messages import Item, Plan, Planner, RenderError, Traits
+from parsers.messages import Item, Plan, Planner, RenderError, Traits, quoted
 from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.rope import Rope
 from parsers.stems import Mark, Stem, Stems
@@ -322,7 +322,7 @@ class _Rendering:
             return RenderError("the chat template writes turns that nobody sent; use another template")
         turn = self._conversation.turns[item.turn]
         return RenderError(
-            f"the chat template does not write turn {item.turn} of the conversation ({turn.role}: {_quoted(turn)}) "
+            f"the chat template does not write turn {item.turn} of the conversation ({turn.role}: {quoted(turn)}) "
             "where it stands: leave that turn out, or send it elsewhere"
         )
 
@@ -489,13 +489,8 @@ class _Rendering:
 
 
 def _no_answer(conversation: Conversation) -> RenderError:
-    last = _quoted(conversation.turns[-1]) if conversation.turns else "there is none"
+    last = quoted(conversation.turns[-1]) if conversation.turns else "there is none"
     return RenderError(f"this model cannot go on with the last turn: {last}; send a user turn behind it")
-
-
-def _quoted(turn: Turn) -> str:
-    texts = (block.name if isinstance(block, ToolCall) else block.text for block in turn.blocks)
-    return repr(" ".join(texts)[:80])
 
 
 def _size(ids: tuple[int, ...], found: Sequence[object]) -> int:
