@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.experts.layout import MOST_PARTS
 from engine.experts.pool import Pool, aligned
 from engine.native.library import (
+    EXPERT_SETS,
     ExecutorSpec,
     NativeLibraryError,
     core_cpus,
@@ -104,7 +105,7 @@ class Executor:
         if rows < 1 or ranks < 1 or threads < 0:
             raise ValueError(f"an executor needs rows, ranks and threads, not {rows}, {ranks} and {threads}")
         self._library = load_library(library or find_library())
-        supported = supported_instruction_sets(self._library)
+        supported = supported_instruction_sets(self._library, EXPERT_SETS)
         self.instruction_set = supported[0] if instruction_set == "auto" else instruction_set
         if self.instruction_set not in supported:
             raise NativeLibraryError(

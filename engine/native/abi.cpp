@@ -6,6 +6,12 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 #include "executor.h"
@@ -20,11 +26,30 @@ using ft::Context;
 using std::int32_t;
 using std::int64_t;
 
+#if defined(__x86_64__)
+bool vnni() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
+// Whether the processor multiplies tiles of bytes, and the system lets this process: its threads' state grows by 8 KiB.
+bool tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned tile_int8 = 3u << 24;  // AMX-TILE and AMX-INT8
+  constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & tile_int8) == tile_int8 &&
+         syscall(SYS_arch_prctl, request, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
 bool supported(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (std::strcmp(name, "avx512") == 0) return avx2 && __builtin_cpu_supports("avx512f");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
+  if (std::strcmp(name, "amx") == 0) return avx512 && vnni() && tiles();
+  if (std::strcmp(name, "avx512") == 0) return avx512;
   if (std::strcmp(name, "avx2") == 0) return avx2;
 #endif
   return std::strcmp(name, "scalar") == 0;
@@ -32,7 +57,7 @@ bool supported(const char* name) {
 
 const ft::Kernels& kernels_named(const char* name) {
 #if defined(__x86_64__)
-  if (std::strcmp(name, "avx512") == 0) return ft::avx512_kernels();
+  if (std::strcmp(name, "amx") == 0 || std::strcmp(name, "avx512") == 0) return ft::avx512_kernels();
   if (std::strcmp(name, "avx2") == 0) return ft::avx2_kernels();
 #endif
   return ft::scalar_kernels();
@@ -41,9 +66,8 @@ const ft::Kernels& kernels_named(const char* name) {
 // All give the same bits.
 const ft::Dots& dots_named(const char* name) {
 #if defined(__x86_64__)
-  if (std::strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
-    return ft::vnni_dots();
-  }
+  if (std::strcmp(name, "amx") == 0) return ft::amx_dots();
+  if (std::strcmp(name, "avx512") == 0 && vnni()) return ft::vnni_dots();
   if (std::strcmp(name, "scalar") != 0) return ft::avx2_dots();
 #endif
   return ft::scalar_dots();
@@ -69,7 +93,7 @@ int guarded(Context* context, const Body& body) {
 
 FT_API int ft_abi() { return kAbi; }
 
-// Whether this processor runs the instruction set: "scalar", "avx2" or "avx512".
+// Whether this processor runs the instruction set: "scalar", "avx2", "avx512", or for experts "amx".
 FT_API int ft_supported(const char* name) { return supported(name) ? 1 : 0; }
 
 // Null when the instruction set is not supported or threads cannot be started.

@@ -11,7 +11,7 @@ constexpr int kMostWords = 4;
 std::int64_t worth_prefetching() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_is("intel") ? 4096 : 0;
+  return __builtin_cpu_is("intel") ? 2048 : 0;
 #else
   return 4096;
 #endif
@@ -41,13 +41,17 @@ void Activations::put(std::int64_t first, int size, int row, std::int64_t column
     return;
   }
   const int words = products_->words;
+  const bool tiled = size >= products_->tiled;
   for (std::int64_t k = 0; k < count; k += kBlock) {
-    const std::int64_t block = at / kBlock + k / kBlock * size + row;
-    std::int32_t* target = words_.data() + (at / 4 + k / 4 * size + row) * words;
+    const std::int64_t block = at / kBlock + k / kBlock * size;
+    std::int32_t* target = words_.data() + block * kBlock / 4 * words;
     std::int32_t split[kBlock / 4 * kMostWords];
-    products_->split(values + k, size == 1 ? target : split, &values_[block], &starts_[block * 2]);
-    for (int i = 0; i < kBlock / 4 && size > 1; ++i) {
-      std::copy_n(split + i * words, words, target + i * size * words);
+    products_->split(values + k, size == 1 ? target : split, &values_[block + row], &starts_[(block + row) * 2]);
+    for (int quad = 0; quad < kBlock / 4 && size > 1; ++quad) {
+      for (int word = 0; word < words; ++word) {
+        target[tiled ? (word * size + row) * kBlock / 4 + quad : (quad * size + row) * words + word] =
+            split[quad * words + word];
+      }
     }
   }
 }

@@ -30,28 +30,30 @@ struct Avx2 {
   }
 };
 
-// Products of 16 bits: weights are widened, the even and the odd bytes of a word.
+// Products of 16 bits with the high parts, of bytes with the low ones: two of them fit 16 bits, 2 * 255 * 64.
 template <bool kExact>
 struct Int8 : Avx2<kExact> {
   static constexpr std::int64_t bytes = ft::kInt8Bytes, codes = 2 * ft::kBlock;
-  static constexpr int words = kExact ? 4 : 2, steps = 8, quads = 1, parts = 4;
-  static constexpr std::int32_t offset = 0;
+  static constexpr int words = kExact ? 3 : 2, steps = 8, quads = 1, parts = 4;
+  static constexpr std::int32_t offset = 128;  // makes them unsigned
   static constexpr float factor = 1.0f;
   static constexpr auto pack = pack_halves<kExact>;
-  struct Halves {
-    __m256i even, odd;
+  struct Bytes {
+    __m256i all, even, odd;
   };
 
-  static Halves load(const char* codes, int step) {
+  static Bytes load(const char* codes, int step) {
     const Words w = load_words(codes + step * 4 * ft::kBlock);
-    return {_mm256_srai_epi16(_mm256_slli_epi16(w.v, 8), 8), _mm256_srai_epi16(w.v, 8)};
+    const __m256i all = _mm256_xor_si256(w.v, _mm256_set1_epi8(-128));
+    return {all, _mm256_and_si256(all, _mm256_set1_epi16(255)), _mm256_srli_epi16(all, 8)};
   }
-  static void add(Parts& sum, const Halves& w, const std::int32_t* x, int) {
-    const auto products = [&](const std::int32_t* of) {
-      return ::add(_mm256_madd_epi16(w.even, all(of[0])), _mm256_madd_epi16(w.odd, all(of[1])));
-    };
-    sum.high = ::add(sum.high, products(x));
-    if constexpr (kExact) sum.low = ::add(sum.low, products(x + 2));
+  static void add(Parts& sum, const Bytes& w, const std::int32_t* x, int) {
+    sum.high = ::add(sum.high, _mm256_madd_epi16(w.even, all(x[0])));
+    sum.high = ::add(sum.high, _mm256_madd_epi16(w.odd, all(x[1])));
+    if constexpr (kExact) {
+      const __m256i pairs = _mm256_maddubs_epi16(w.all, all(x[2]));
+      sum.low = ::add(sum.low, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
   }
   static Vec scale(const char* block, int row) {
     return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);

@@ -29,7 +29,11 @@ void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
       for (int part = 0; part < parts; ++part) {
         for (int row = 0; row < kRows; ++row) sums[part][row] = Format::start(starts + 2 * row);
       }
+#if defined(__AVX512F__)  // with fewer registers the sums would not stay in them
 #pragma GCC unroll 8
+#else
+#pragma GCC unroll 1
+#endif
       for (int step = 0; step < Format::steps; ++step) {
 #pragma GCC unroll 4
         for (int part = 0; part < parts; ++part) {
@@ -50,6 +54,37 @@ void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
       }
     }
     block += Format::bytes, x += ft::kBlock / 4 * stride, starts += 2 * kRows, scales += kRows;
+  }
+}
+
+// As dot, of activations in tiles: a block is a few products of matrices of bytes, [rows][kBlock] by [kBlock][kPanel],
+// one of every word. The next block's are begun before this one's are added, which they do not wait for.
+template <class Tiles, class Format, int kRows>
+void dot_tiles(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
+  constexpr int words = Format::words;
+  constexpr int64_t block_words = kRows * words * ft::kBlock / 4;
+  const char* block = static_cast<const char*>(panel);
+  const float* scales = a.scales;
+  const Tiles tiles(kRows);
+  alignas(64) std::int32_t sums[2][words][kRows][ft::kPanel];
+  alignas(64) std::int8_t room[ft::kBlock * ft::kPanel];
+  tiles.template multiply<words>(a.words, Format::signed_bytes(block, room), sums[0][0][0]);
+  for (int64_t k = 0; k < depth; k += ft::kBlock) {
+    const int64_t number = k / ft::kBlock;
+    for (int line = 0; line < kPrefetched && a.ahead != 0; ++line) __builtin_prefetch(block + a.ahead + 64 * line);
+    if (k + ft::kBlock < depth) {
+      tiles.template multiply<words>(a.words + (number + 1) * block_words,
+                                     Format::signed_bytes(block + Format::bytes, room), sums[(number + 1) % 2][0][0]);
+    }
+    for (int column = 0; column < ft::kPanel; column += Vec::width) {
+      const Vec scale = Format::scale(block, column);
+      for (int row = 0; row < kRows; ++row) {
+        const std::int32_t* sum = &sums[number % 2][0][row][column];
+        float* out = c + row * ft::kPanel + column;
+        store(out, fma(Format::value(Format::loaded(sum, kRows * ft::kPanel)), scale * set1(scales[row]), load(out)));
+      }
+    }
+    block += Format::bytes, scales += kRows;
   }
 }
 
@@ -100,36 +135,47 @@ void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t*
   }
 }
 
-// Halves [0 2][1 3] of every quad: of `high`, and with exact ones of `low`.
+// Halves [0 2][1 3] of `high` of every quad, and with exact ones the bytes of `low`.
 template <bool kExact>
 void pack_halves(const std::int32_t* high, const std::int32_t* low, std::int32_t* words) {
   for (int quad = 0; quad < ft::kBlock; quad += 4) {
-    for (const std::int32_t* from = high + quad;; from = low + quad) {
-      for (int i = 0; i < 2; ++i) {
-        *words++ = (from[i] & 0xffff) | static_cast<std::int32_t>(static_cast<std::uint32_t>(from[i + 2]) << 16);
-      }
-      if (!kExact || from == low + quad) break;
+    for (int i = quad; i < quad + 2; ++i) {
+      *words++ = (high[i] & 0xffff) | static_cast<std::int32_t>(static_cast<std::uint32_t>(high[i + 2]) << 16);
     }
+    if (!kExact) continue;
+    std::int8_t bytes[4];
+    for (int i = 0; i < 4; ++i) bytes[i] = static_cast<std::int8_t>(low[quad + i]);
+    __builtin_memcpy(words++, bytes, 4);
   }
 }
 
-template <class Format, int kRows = 1>
+// Tiles of a table: `rows` at most, of several rows from `from` on.
+struct NoTiles {
+  static constexpr int rows = Vec::tile_rows, from = rows + 1;
+};
+
+template <class Tiles, class Format, int kRows = 1>
 constexpr void fill_dots(ft::Dot (&dots)[ft::kMaxTileRows]) {
-  dots[kRows - 1] = dot<Format, kRows>;
-  if constexpr (kRows < Vec::tile_rows) fill_dots<Format, kRows + 1>(dots);
+  if constexpr (kRows >= Tiles::from) {
+    dots[kRows - 1] = dot_tiles<Tiles, Format, kRows>;
+  } else {
+    dots[kRows - 1] = dot<Format, kRows>;
+  }
+  if constexpr (kRows < Tiles::rows) fill_dots<Tiles, Format, kRows + 1>(dots);
 }
 
-template <class Format>
+template <class Tiles, class Format>
 constexpr ft::Products make_products() {
-  ft::Products products{Format::words, {}, split<Format>};
-  fill_dots<Format>(products.dots);
+  ft::Products products{Format::words, Tiles::from, {}, split<Format>};
+  fill_dots<Tiles, Format>(products.dots);
   return products;
 }
 
+template <class Tiles = NoTiles>
 constexpr ft::Dots make_dots() {
-  return {Vec::tile_rows,
-          {make_products<Int8<false>>(), make_products<Int8<true>>()},
-          {make_products<Mxfp4<false>>(), make_products<Mxfp4<true>>()}};
+  return {Tiles::rows,
+          {make_products<Tiles, Int8<false>>(), make_products<Tiles, Int8<true>>()},
+          {make_products<Tiles, Mxfp4<false>>(), make_products<Tiles, Mxfp4<true>>()}};
 }
 
 }  // namespace

@@ -5,9 +5,35 @@
 namespace {
 
 template <bool kExact>
-void pack_halves(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
+void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
 
 constexpr std::int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// What the AMX unit does, so that what is common to both is tested on every machine.
+class Tiles {
+ public:
+  static constexpr int rows = 16, from = 2;
+
+  explicit Tiles(int count) : count_(count) {}
+
+  // sums[word][row][column] = sum over k of x[word][row][k] * weights[k / 4][column][k % 4].
+  template <int kWords>
+  void multiply(const std::int32_t* x, const std::int8_t* weights, std::int32_t* sums) const {
+    const std::int8_t* row = reinterpret_cast<const std::int8_t*>(x);
+    for (int i = 0; i < kWords * count_; ++i, row += ft::kBlock, sums += ft::kPanel) {
+      for (int column = 0; column < ft::kPanel; ++column) sums[column] = 0;
+      for (int quad = 0; quad < ft::kBlock / 4; ++quad) {
+        const std::int8_t *a = row + 4 * quad, *w = weights + 4 * quad * ft::kPanel;
+        for (int column = 0; column < ft::kPanel; ++column, w += 4) {
+          sums[column] += a[0] * w[0] + a[1] * w[1] + a[2] * w[2] + a[3] * w[3];
+        }
+      }
+    }
+  }
+
+ private:
+  const int count_;
+};
 
 struct Parts {
   std::int32_t high, low;  // of the activations' integers
@@ -16,21 +42,22 @@ struct Parts {
 template <bool kExact>
 struct Scalar {
   static constexpr bool exact = kExact;
-  static constexpr int words = kExact ? 4 : 2, parts = 1;
+  static constexpr int words = kExact ? 3 : 2, parts = 1;
   static constexpr std::int32_t offset = 0;
-  static constexpr auto pack = pack_halves<kExact>;
+  static constexpr auto pack = pack_bytes<kExact>;
   using Sum = Parts;
   using Quad = const std::int8_t[4];
 
   static Sum start(const std::int32_t*) { return {0, 0}; }
   static void add_quad(Sum& sum, Quad& w, const std::int32_t* x) {
+    const std::int8_t* digits = reinterpret_cast<const std::int8_t*>(x);
     for (int i = 0; i < 4; ++i) {
-      const auto half = [&](int word) {
-        return static_cast<std::int16_t>(static_cast<std::uint32_t>(x[word]) >> (i < 2 ? 0 : 16));
-      };
-      sum.high += w[i] * half(i % 2);
-      if (kExact) sum.low += w[i] * half(words - 2 + i % 2);
+      sum.high += w[i] * (256 * digits[i] + digits[4 + i]);
+      if (kExact) sum.low += w[i] * digits[8 + i];
     }
+  }
+  static Sum loaded(const std::int32_t* sum, int stride) {
+    return {256 * sum[0] + sum[stride], kExact ? sum[2 * stride] : 0};
   }
   static Vec value(const Sum& sum) {
     const Vec high{static_cast<float>(sum.high)};
@@ -44,6 +71,9 @@ struct Int8 : Scalar<kExact> {
   static constexpr int steps = 8, quads = 1;
   static constexpr float factor = 1.0f;
 
+  static const std::int8_t* signed_bytes(const char* block, std::int8_t*) {
+    return reinterpret_cast<const std::int8_t*>(block) + codes;
+  }
   static Words load(const char* codes, int step) { return load_words(codes + step * 4 * ft::kBlock); }
   static void add(Parts& sum, Words w, const std::int32_t* x, int) {
     std::int8_t weights[4];
@@ -61,6 +91,14 @@ struct Mxfp4 : Scalar<kExact> {
   static constexpr int steps = 4, quads = 2;
   static constexpr float factor = 0.5f;
 
+  static const std::int8_t* signed_bytes(const char* block, std::int8_t* room) {
+    for (int i = 0; i < ft::kBlock * ft::kBlock / 2; ++i) {
+      const int octet = i / 128, within = i % 128;
+      room[octet * 256 + within] = kDoubledE2m1[block[codes + i] & 15];
+      room[octet * 256 + 128 + within] = kDoubledE2m1[block[codes + i] >> 4 & 15];
+    }
+    return room;
+  }
   static Words load(const char* codes, int step) { return load_words(codes + step * 4 * ft::kBlock); }
   static void add(Parts& sum, Words w, const std::int32_t* x, int stride) {
     for (int half = 0; half < 2; ++half) {
@@ -80,7 +118,7 @@ struct Mxfp4 : Scalar<kExact> {
 
 namespace ft {
 const Dots& scalar_dots() {
-  static constexpr Dots table = make_dots();
+  static constexpr Dots table = make_dots<Tiles>();
   return table;
 }
 }  // namespace ft

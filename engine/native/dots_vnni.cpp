@@ -8,6 +8,72 @@ namespace {
 template <bool kExact>
 void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t* words);
 
+// Of the AMX unit, which multiplies bytes of up to 16 rows; the system must have let the process use it.
+class Tiles {
+ public:
+  static constexpr int rows = 16, from = 8;
+
+  explicit Tiles(int count) : count_(count) {
+    struct alignas(64) {
+      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      std::uint16_t row_bytes[16] = {};
+      std::uint8_t rows[16] = {};
+    } shape;
+    for (int tile = 0; tile < 8; ++tile) {  // six of sums, one of activations, one of weights
+      shape.row_bytes[tile] = tile == 6 ? ft::kBlock : 64;
+      shape.rows[tile] = static_cast<std::uint8_t>(tile == 7 ? ft::kBlock / 4 : count);
+    }
+    written(&shape);
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  // sums[word][row][column] = sum over k of x[word][row][k] * weights[k / 4][column][k % 4].
+  template <int kWords>
+  void multiply(const std::int32_t* x, const std::int8_t* weights, std::int32_t* sums) const {
+    const int word = count_ * ft::kBlock / 4, sum = count_ * ft::kPanel;
+    written(weights);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_loadd(7, weights, 128);
+    _tile_loadd(6, x, 32);
+    _tile_dpbssd(0, 6, 7);
+    _tile_loadd(6, x + word, 32);
+    _tile_dpbssd(1, 6, 7);
+    if constexpr (kWords == 3) {
+      _tile_loadd(6, x + 2 * word, 32);
+      _tile_dpbssd(2, 6, 7);
+    }
+    _tile_loadd(7, weights + 64, 128);
+    _tile_loadd(6, x, 32);
+    _tile_dpbssd(3, 6, 7);
+    _tile_loadd(6, x + word, 32);
+    _tile_dpbssd(4, 6, 7);
+    if constexpr (kWords == 3) {
+      _tile_loadd(6, x + 2 * word, 32);
+      _tile_dpbssd(5, 6, 7);
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + sum, 128);
+    if constexpr (kWords == 3) _tile_stored(2, sums + 2 * sum, 128);
+    _tile_stored(3, sums + 16, 128);
+    _tile_stored(4, sums + sum + 16, 128);
+    if constexpr (kWords == 3) _tile_stored(5, sums + 2 * sum + 16, 128);
+  }
+
+ private:
+  // Compilers do not know that the instructions read memory.
+  static void written(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
+
+  const int count_;
+};
+
 // 256 * d2 + d1 are the high parts of activations, d0 the low ones: bytes, as the instruction takes them.
 struct Digits {
   __m512i d2, d1, d0;
@@ -28,6 +94,9 @@ struct Vnni {
     sum.d1 = _mm512_dpbusd_epi32(sum.d1, w, _mm512_set1_epi32(x[1]));
     if constexpr (kExact) sum.d0 = _mm512_dpbusd_epi32(sum.d0, w, _mm512_set1_epi32(x[2]));
   }
+  static Sum loaded(const std::int32_t* sum, int stride) {
+    return {_mm512_load_si512(sum), _mm512_load_si512(sum + stride), _mm512_load_si512(sum + (words - 1) * stride)};
+  }
   static Vec value(const Sum& sum) {
     const Vec high{_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum.d2, 8), sum.d1))};
     if constexpr (!kExact) return high;
@@ -46,6 +115,9 @@ struct Int8 : Vnni<kExact> {
     const Words w = load_words(codes + step * 4 * ft::kBlock);
     return _mm512_xor_si512(w.v, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
   }
+  static const std::int8_t* signed_bytes(const char* block, std::int8_t*) {
+    return reinterpret_cast<const std::int8_t*>(block) + codes;
+  }
   static void add(Digits& sum, __m512i w, const std::int32_t* x, int) { Vnni<kExact>::add_quad(sum, w, x); }
   static Vec scale(const char* block, int row) {
     return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
@@ -63,10 +135,22 @@ struct Mxfp4 : Vnni<kExact> {
   };
 
   static Nibbles load(const char* codes, int step) {
-    const __m512i table = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m512i mask = _mm512_set1_epi8(15);
-    const Words w = load_words(codes + step * 4 * ft::kBlock);
+    const __m128i raised = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return looked_up(codes + step * 4 * ft::kBlock, raised);
+  }
+  static const std::int8_t* signed_bytes(const char* block, std::int8_t* room) {
+    const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    for (int i = 0; i < 8; ++i) {  // half a row of words
+      const Nibbles nibbles = looked_up(block + codes + 64 * i, doubled);
+      std::int8_t* target = room + (i / 2 * 4 + i % 2) * 64;
+      _mm512_store_si512(target, nibbles.low);
+      _mm512_store_si512(target + 128, nibbles.high);
+    }
+    return room;
+  }
+  static Nibbles looked_up(const char* words, __m128i values) {
+    const __m512i table = _mm512_broadcast_i32x4(values), mask = _mm512_set1_epi8(15);
+    const Words w = load_words(words);
     return {_mm512_shuffle_epi8(table, _mm512_and_si512(w.v, mask)),
             _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(w.v, 4), mask))};
   }
@@ -86,6 +170,11 @@ struct Mxfp4 : Vnni<kExact> {
 namespace ft {
 const Dots& vnni_dots() {
   static constexpr Dots table = make_dots();
+  return table;
+}
+
+const Dots& amx_dots() {
+  static constexpr Dots table = make_dots<Tiles>();
   return table;
 }
 }  // namespace ft

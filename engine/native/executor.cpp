@@ -14,7 +14,7 @@ constexpr std::int64_t kBlockBytes[] = {kBlock * kPanel * 2, kInt8Bytes, kMxfp4B
 constexpr int kWorkerSpins = 40000;
 // The coordinator polls without rest for this long after a request, then naps; longer once nothing came for a second.
 constexpr std::int64_t kHot = 5'000'000, kIdle = 1'000'000'000;
-constexpr std::chrono::microseconds kNap{50}, kLongNap{1000};
+constexpr std::chrono::microseconds kNap{20}, kLongNap{1000};
 
 std::int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -24,9 +24,13 @@ std::int64_t now() {
 std::uint64_t load_line(const std::uint64_t* line) { return __atomic_load_n(line, __ATOMIC_ACQUIRE); }
 void store_line(std::uint64_t* line, std::uint64_t value) { __atomic_store_n(line, value, __ATOMIC_RELEASE); }
 
-// Enough pieces for the threads to end together, each a long stretch of memory.
-constexpr int kTasksPerThread = 16;
-constexpr std::int64_t kGatheredBlocks = 16;
+// Every task is as long a stretch of memory as can be: processors bring ahead what is read in order. Of gate_up each
+// thread gets some tasks of the same size, as whoever is done early goes on with down. Down's become smaller towards the
+// end, where all should be done together, down to so many panels.
+constexpr int kTasksPerThread = 4;
+constexpr int kLastShare = 2;
+constexpr std::int64_t kLeastPanels = 2;
+constexpr std::int64_t kGatheredBlocks = 4;
 
 }  // namespace
 
@@ -55,6 +59,7 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
   const int cpu = spec.cpu_count > 0 ? spec.cpus[0] : -1;
   coordinator_ = std::thread([this, cpu] {
     if (cpu >= 0) pin_to(cpu);
+    sleep_precisely();
     serve();
   });
 }
@@ -106,8 +111,8 @@ void Executor::run_tasks(std::int64_t layer, std::int64_t rows, const float* x, 
         return gate_up(task, layer, x);
       case Kind::down:
         down(task, layer);
-        if (downs_left_[task.part].tasks.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-          combine(task, rows, weights, y);
+        for (std::int64_t unit = task.begin; unit < task.end; ++unit) {
+          if (downs_left_[unit].tasks.fetch_sub(1, std::memory_order_acq_rel) == 1) combine(unit, rows, weights, y);
         }
     }
   });
@@ -176,12 +181,12 @@ void Executor::make_tasks(std::int64_t rows) {
     }
   }
   for (std::int64_t i = 0; i < groups * spec_.inner / kBlock; ++i) halves_[i].store(false, std::memory_order_relaxed);
-  pieces_ = std::min(panels(), ceil_div(wanted, groups));
-  for (std::int64_t i = 0; i < pieces_; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
+  const std::int64_t units = ceil_div(panels(), kLeastPanels);
+  for (std::int64_t i = 0; i < units; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
   for (std::int64_t group = 0; group < groups; ++group) {
-    for (std::int64_t piece = 0; piece < pieces_; ++piece) {
-      tasks_.push_back({Kind::down, group, piece, panels() * piece / pieces_, panels() * (piece + 1) / pieces_});
-    }
+    const std::int64_t left = (groups - group) * panels();
+    const std::int64_t share = std::max<std::int64_t>(1, left / (kLastShare * threads_.size()));
+    add_tasks(Kind::down, group, 0, units, std::min(units, ceil_div(panels(), share)));
   }
 }
 
@@ -271,11 +276,12 @@ void Executor::put_inner(const Group& group, std::int64_t unit) {
 
 void Executor::down(const Task& task, std::int64_t layer) {
   const Group& group = groups_[task.of];
+  const std::int64_t begin = task.begin * kLeastPanels, end = std::min(panels(), task.end * kLeastPanels);
   wait_until([&] { return gate_ups_left_[task.of].tasks.load(std::memory_order_acquire) == 0; });
   for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
     const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
     const char* start = section(layer, group, part) + gate_up_blocks * block_bytes_;
-    for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
+    for (std::int64_t panel = begin; panel < end; ++panel) {
       const char* weights = start + panel * (width(part) / kBlock) * block_bytes_;
       for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
         const int size = group.tiling.size(tile);
@@ -287,10 +293,11 @@ void Executor::down(const Task& task, std::int64_t layer) {
   }
 }
 
-// The columns of a task, once all groups have theirs.
-void Executor::combine(const Task& task, std::int64_t rows, const float* weights, float* y) const {
+// The columns of kLeastPanels panels, once all groups have theirs.
+void Executor::combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const {
+  const std::int64_t begin = unit * kLeastPanels, end = std::min(panels(), begin + kLeastPanels);
   for (std::int64_t row = 0; row < rows; ++row) {
-    for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
+    for (std::int64_t panel = begin; panel < end; ++panel) {
       float* sum = y + row * spec_.hidden + panel * kPanel;
       for (int i = 0; i < kPanel; ++i) sum[i] = 0.0f;
       for (std::int64_t pair = row * spec_.ranks; pair < (row + 1) * spec_.ranks; ++pair) {

@@ -67,7 +67,7 @@ class Executor {
     std::int64_t first;
     int size, place;
   };
-  // Columns [begin, end) of a Gather, or panels of a group's part, or panels of all its parts.
+  // Blocks [begin, end) of a Gather, or panels of a group's part, or of kLeastPanels panels each of all its parts.
   enum class Kind { gather, gate_up, down };
   struct Task {
     Kind kind;
@@ -94,7 +94,7 @@ class Executor {
   void gate_up(const Task& task, std::int64_t layer, const float* x);
   void put_inner(const Group& group, std::int64_t unit);
   void down(const Task& task, std::int64_t layer);
-  void combine(const Task& task, std::int64_t rows, const float* weights, float* y) const;
+  void combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const;
   void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t units, std::int64_t pieces);
   void product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
                const char* panel, std::int64_t depth, bool fresh, float* c) const;
@@ -122,12 +122,11 @@ class Executor {
   std::vector<Task> tasks_;
   Left gathers_left_;
   std::unique_ptr<Left[]> gate_ups_left_;  // panels of a group
-  std::unique_ptr<Left[]> downs_left_;     // groups, by piece of the panels
+  std::unique_ptr<Left[]> downs_left_;     // groups, by kLeastPanels panels
   std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there
   Activations single_, gathered_, inner_;
   std::vector<float> activated_;  // [entry of the tile][inner / kBlock][size][kBlock]
   std::vector<float> outputs_;    // [entry of the tile][panel][size][kPanel]
-  std::int64_t pieces_ = 0;       // that the panels of every group's down are computed in
   std::int64_t parts_computed_ = 0;
 
   std::mutex error_mutex_;

@@ -9,7 +9,7 @@ namespace ft {
 
 constexpr int kPanel = 32;     // output columns of a weight panel
 constexpr int kHalf = 16;      // columns j and j + kHalf of a panel are stored side by side in bfloat16
-constexpr int kMaxTileRows = 12;
+constexpr int kMaxTileRows = 16;
 constexpr int kPage = 64;      // tokens in a page of keys and values
 
 // c[r][column] = sum over i of a[i][r] * panel[i][column], one fused chain in the order of i.
@@ -25,7 +25,7 @@ constexpr std::int64_t kMxfp4Bytes = 544;
 // 23 bits: what is lost is less than 2^-22 of the largest activation of the block, as much as a sum of float32 loses.
 // Or without `low`, 16 bits. How they are packed is up to the instruction set.
 struct Integers {
-  const std::int32_t* words;   // [depth / 4][rows][Products::words]
+  const std::int32_t* words;   // as Products has them
   const float* scales;         // [depth / kBlock][rows]
   const std::int32_t* starts;  // [depth / kBlock][rows][2], with which the sums of high and of low begin
   std::int64_t ahead;          // what so many bytes after a block is asked for when it is computed; 0: nothing
@@ -35,8 +35,10 @@ struct Integers {
 // high + that with low), rounded where the latter two are added.
 using Dot = void (*)(const Integers& a, const void* panel, std::int64_t depth, float* c);
 
+// Words of four activations, `words` of each: [depth / 4][rows][words], and of at least `tiled` rows
+// [depth / kBlock][words][rows][kBlock / 4].
 struct Products {
-  int words;  // of four activations
+  int words, tiled;
   Dot dots[kMaxTileRows];  // [rows - 1]
   // kBlock activations to words [8][words], a scale and starts [2]. One that is not finite makes the scale NaN.
   void (*split)(const float* x, std::int32_t* words, float* scale, std::int32_t* starts);
@@ -92,6 +94,7 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Dots& avx2_dots();
 const Dots& vnni_dots();
+const Dots& amx_dots();
 #endif
 
 }  // namespace ft

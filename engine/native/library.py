@@ -13,6 +13,8 @@ ABI = 3
 
 INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
 """Best first. All of them give the same bits."""
+EXPERT_SETS = ("amx", *INSTRUCTION_SETS)
+"""Of executors."""
 
 _REBUILD = "run `pip install --no-build-isolation -e .` in the project's directory, or set kernels to `reference`"
 
@@ -122,9 +124,9 @@ def load_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def supported_instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
-    """What this processor runs, best first."""
-    return tuple(name for name in INSTRUCTION_SETS if library.ft_supported(name.encode()))
+def supported_instruction_sets(library: ctypes.CDLL, names: Sequence[str] = INSTRUCTION_SETS) -> tuple[str, ...]:
+    """What this processor runs of ``names``, best first."""
+    return tuple(name for name in names if library.ft_supported(name.encode()))
 
 
 def core_cpus() -> list[int]:
@@ -135,6 +137,18 @@ def core_cpus() -> list[int]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
     return list(cores.values())
+
+
+def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of the last caches of all processors together; 0 where the system does not say."""
+    last: dict[str, tuple[int, int]] = {}  # level and bytes, by the processors that share it
+    for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
+        if not (index / "size").exists():
+            continue
+        level, size, shared = ((index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+        last[shared] = max(last.get(shared, (0, 0)), (int(level), int(size.removesuffix("K")) << 10))
+    highest = max((level for level, _ in last.values()), default=0)
+    return sum(size for level, size in last.values() if level == highest)
 
 
 def physical_cores() -> int:

@@ -25,6 +25,8 @@ class FlushDenormals {
 
 // Binds the calling thread to a processor where the system lets it.
 void pin_to(int cpu);
+// Sleeps of the calling thread end when they should.
+void sleep_precisely();
 void pause();
 
 // For what other threads are about to do.
@@ -69,6 +71,7 @@ class ThreadPool {
   void run_erased(std::int64_t tasks, Call call, const void* body);
   void work(int thread);
   void drain(int thread);
+  void wake_two();
   void stop();
   bool wanted() const;
 

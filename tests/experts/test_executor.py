@@ -15,11 +15,17 @@ from torch import Tensor
 from engine.experts.executor import COARSE, Executor, ExecutorError, MailboxLayout
 from engine.experts.layout import FORMATS
 from engine.experts.pool import Pool
-from engine.native.library import NativeLibraryError, find_library, load_library, supported_instruction_sets
+from engine.native.library import (
+    EXPERT_SETS,
+    NativeLibraryError,
+    find_library,
+    load_library,
+    supported_instruction_sets,
+)
 
 MakePool = Callable[..., Pool]
 ROWS, RANKS = 16, 3
-INSTRUCTION_SETS = supported_instruction_sets(load_library(find_library()))
+INSTRUCTION_SETS = supported_instruction_sets(load_library(find_library()), EXPERT_SETS)
 
 
 def request(pool: Pool, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
