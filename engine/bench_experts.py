@@ -1,9 +1,12 @@
 """Measures the CPU's experts against reading the same memory: `python -P -m engine.bench_experts`.
 
-Every format sweeps a pool far larger than the caches, each expert once, in requests as a decode step makes them. What
-counts is the time from when a request is seen until it is answered. Sweeps take turns with plain reads of the same pool
-by the same threads, so that both see the same machine, busy or not. On a machine that has other things to do,
-`--threads 1 --cpu-time` counts only the time that the one thread had a core.
+Every format sweeps a pool that exceeds the last cache several times, each expert once, in requests as a decode step
+makes them. What counts is the time from when a request is seen until it is answered. Sweeps take turns with plain reads
+of the same pool by the same threads, so that both see the same machine, busy or not. On a machine that has other things
+to do, `--threads 1 --cpu-time` counts only the time that the one thread had a core.
+
+Then requests are made as a device makes them, after pauses in which the threads may have gone to sleep: from when one
+is made until its answer is there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +28,7 @@ from torch import Tensor
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
-from engine.native.library import NativeLibraryError, physical_cores
+from engine.native.library import NativeLibraryError, cache_bytes
 
 EXAMPLES = """examples:
   python -P -m engine.bench_experts
@@ -33,8 +37,16 @@ EXAMPLES = """examples:
 """
 
 
+_TIMES = 8
+"""As large as the last cache is the pool, unless told otherwise. Half of it is enough."""
+_COLUMNS = ("format", "activations", "GB/s", "read GB/s", "of read", "µs per request", "off the exact")
+_PAUSE_COLUMNS = ("µs for nothing", "µs for one expert")
+
+
 @dataclass(frozen=True)
 class Options:
+    """``threads`` 0: as many as decoding uses, where it has them; ``megabytes`` 0: eight times the last cache."""
+
     hidden: int
     inner: int
     ranks: int
@@ -44,6 +56,7 @@ class Options:
     repeats: int
     instruction_set: str
     cpu_time: bool
+    pauses: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -62,10 +75,27 @@ class Measured:
     error: float
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Seconds that requests for ``nothing`` and for one expert take after so many milliseconds without one: medians and
+    the slowest."""
+
+    format: str
+    pause_ms: float
+    nothing: float
+    nothing_worst: float
+    one: float
+    one_worst: float
+
+
+def pool_bytes(options: Options) -> int:
+    return options.megabytes * 1_000_000 or max(1_000_000_000, _TIMES * cache_bytes())
+
+
 def measure(options: Options, name: str) -> Iterator[Measured]:
     """The format with exact activations and, unless it is bf16, with rounded ones."""
     layout = Layout(FORMATS[name], options.hidden, options.inner)
-    experts = -(-options.megabytes * 1_000_000 // layout.nbytes // options.ranks) * options.ranks
+    experts = -(-pool_bytes(options) // layout.nbytes // options.ranks) * options.ranks
     pool = Pool(layout, 1, max(experts, options.ranks))
     pool.fill_random()
     x, weights = torch.randn(options.rows, options.hidden), torch.rand(options.rows, options.ranks)
@@ -93,6 +123,34 @@ def measure(options: Options, name: str) -> Iterator[Measured]:
             options.ranks * layout.nbytes / median(sweeps[1:]),
             float((y - truth).norm() / truth.norm()),
         )
+
+
+def measure_pauses(options: Options, name: str) -> Iterator[Pause]:
+    pool = Pool(Layout(FORMATS[name], options.hidden, options.inner), 1, max(64, options.ranks))
+    pool.fill_random()
+    executor = Executor(pool, 1, options.ranks, options.threads, instruction_set=options.instruction_set)
+    for pause in options.pauses:
+        taken: tuple[list[float], list[float]] = [], []
+        for number in range(2 * options.repeats):
+            time.sleep(pause / 1e3)
+            taken[number % 2].append(_asked_seconds(executor, number // 2, number % 2))
+        yield Pause(name, pause, median(taken[0]), max(taken[0]), median(taken[1]), max(taken[1]))
+    executor.close()
+
+
+def _asked_seconds(executor: Executor, number: int, experts: int) -> float:
+    """Of a request through the mailbox for so many experts, from ``number`` on."""
+    box, memory, pool = executor.layout, executor.mailbox.numpy(), executor.pool
+    ready, done = (memory[at : at + 8].view(np.uint64) for at in (box.ready, box.done))
+    plan = memory[box.plan : box.weights].view(np.int32)[: 2 * box.ranks].reshape(box.ranks, 2)
+    plan[:, 0], plan[:, 1] = -1, 0
+    plan[:experts, 0] = (number + np.arange(experts)) % pool.experts
+    done[0] = 0
+    start = time.perf_counter()
+    ready[0] = 1 << 32 | 1
+    while not done[0]:
+        pass
+    return time.perf_counter() - start
 
 
 def _read_rate(executor: Executor, cpu_time: bool) -> float:
@@ -127,34 +185,45 @@ def main(arguments: list[str] | None = None) -> int:
         ("inner", 512, "columns of an expert"),
         ("ranks", 8, "experts of a row"),
         ("rows", 1, "rows of a request"),
-        ("threads", 0, "threads; 0: one on every core"),
-        ("megabytes", 1000, "size of the pool"),
+        ("threads", 0, "threads; 0: as many as decoding uses"),
+        ("megabytes", 0, "size of the pool; 0: eight times the last cache, at least 1000"),
         ("repeats", 7, "sweeps of the pool"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
-    parser.add_argument("--instruction-set", default="auto", help="auto, avx512, avx2 or scalar")
+    parser.add_argument("--pauses", nargs="*", type=float, default=[0, 1, 10, 100, 2000], help="milliseconds")
+    parser.add_argument("--instruction-set", default="auto", help="auto, amx, avx512, avx2 or scalar")
     parser.add_argument("--cpu-time", action="store_true", help="count the thread's own time; needs --threads 1")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     given = vars(parser.parse_args(arguments))
     formats, as_json = given.pop("formats"), given.pop("json")
-    options = Options(**given | {"threads": given["threads"] or physical_cores()})
-    if min(options.rows, options.ranks, options.megabytes, options.repeats) < 1:
+    options = Options(**given)
+    if min(options.rows, options.ranks, options.repeats) < 1 or min(options.threads, options.megabytes) < 0:
         parser.error("sizes and counts must be at least 1")
     if options.cpu_time and options.threads != 1:
         parser.error("--cpu-time needs --threads 1: it is the time of the thread that asks")
-    table = Table("format", "activations", "GB/s", "read GB/s", "of read", "µs per request", "off the exact")
+    table, pauses = Table(*_COLUMNS, title=_caption(options)), Table("without a request for", *_PAUSE_COLUMNS)
     try:
         for name in formats:
             for one in measure(options, name):
                 if as_json:
                     print(json.dumps({**asdict(one), **asdict(options)}), flush=True)
                 table.add_row(*_row(one))
+        for pause in measure_pauses(options, formats[-1]):
+            if as_json:
+                print(json.dumps(asdict(pause)), flush=True)
+            pauses.add_row(*_pause_row(pause))
     except (NativeLibraryError, ValueError) as error:
         print(f"cannot measure: {error}", file=sys.stderr)
         return 1
     if not as_json:
-        Console().print(table)
+        Console().print(table, pauses)
     return 0
+
+
+def _caption(options: Options) -> str:
+    pool, cache = pool_bytes(options), cache_bytes()
+    size = f"a pool of {pool / 1e6:.0f} MB; the last cache holds {cache / 1e6:.0f}"
+    return size if pool >= _TIMES / 2 * cache else f"{size}: TOO SMALL A POOL, part of what is read lies there"
 
 
 def _row(one: Measured) -> tuple[str, ...]:
@@ -167,6 +236,11 @@ def _row(one: Measured) -> tuple[str, ...]:
         f"{one.request_seconds * 1e6:.0f}",
         f"{one.error:.1e}",
     )
+
+
+def _pause_row(one: Pause) -> tuple[str, ...]:
+    taken = ((one.nothing, one.nothing_worst), (one.one, one.one_worst))
+    return f"{one.pause_ms:g} ms", *(f"{middle * 1e6:.0f} (to {worst * 1e6:.0f})" for middle, worst in taken)
 
 
 if __name__ == "__main__":

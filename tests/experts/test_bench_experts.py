@@ -8,13 +8,16 @@ import pytest
 
 from engine import bench_experts
 from engine.experts.executor import COARSE
+from engine.native.library import cache_bytes
 
 TINY = ["--hidden", "64", "--inner", "96", "--ranks", "3", "--megabytes", "2", "--repeats", "1", "--threads", "1"]
+TINY += ["--pauses", "1"]
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_experts.main([*TINY, "--rows", "2", "--cpu-time", "--json"]) == 0
-    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    *reports, pause = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert pause["pause_ms"] == 1 and 0 < pause["nothing"] <= pause["nothing_worst"] and pause["one"] > 0
     assert [(one["format"], one["exact"]) for one in reports] == [
         ("bf16", True),
         ("int8", True),
@@ -30,7 +33,9 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_experts.main([*TINY, "--formats", "int8"]) == 0
-    assert "of read" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of read" in out and "µs for one expert" in out
+    assert ("TOO SMALL A POOL" in out) == (cache_bytes() > 500_000)
 
 
 @pytest.mark.parametrize(
