@@ -110,6 +110,11 @@ class _Compiled(NamedTuple):
         return cls(run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in later))
 
 
+def forget() -> None:
+    """Ask Triton for every kernel again."""
+    _compiled.clear()
+
+
 _compiled: dict[tuple[object, ...], _Compiled] = {}
 _SHORT, _LONG = 1 << 31, 1 << 63
 
@@ -120,11 +125,7 @@ def specialise(arguments: Sequence[Any], kinds: list[object]) -> list[Any]:
     given: list[Any] = []
     for value in arguments:
         kind = type(value)
-        if kind is Tensor or isinstance(value, Tensor):
-            kinds.append(value.dtype)
-            value = value.data_ptr()
-            kinds.append(value & 15 == 0)
-        elif kind is int:
+        if kind is int:
             if value == 1:
                 kinds.append(1)
             elif -_SHORT <= value < _SHORT:
@@ -134,6 +135,10 @@ def specialise(arguments: Sequence[Any], kinds: list[object]) -> list[Any]:
         elif kind is tuple:
             kinds += tuple, len(value)
             value = tuple(specialise(value, kinds))
+        elif isinstance(value, Tensor):
+            kinds.append(value.dtype)
+            value = value.data_ptr()
+            kinds.append(value & 15 == 0)
         elif kind in _PLAIN:
             kinds.append(kind)
         else:
