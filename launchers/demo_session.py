@@ -66,7 +66,7 @@ def agent_session(console: Console, scratch: Path, flags: Sequence[str] = ()) ->
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     project.mkdir()
     rows: list[Row] = []
-    arguments = ("--model", str(model), "--script", str(SCRIPT), *flags)
+    arguments = ("--model", str(model), "--script", str(SCRIPT), "--max-sequences", "2", *flags)
     with console.status("starting") as status, ChildServer(arguments, scratch / "session") as server:
 
         def record(row: Row) -> None:

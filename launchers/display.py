@@ -37,11 +37,11 @@ class Display:
     @contextmanager
     def loading(self) -> Iterator[Show]:
         """One bar, which says what is being loaded; without a terminal, one line for each thing."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
         terminal = self._console.is_terminal
         bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True, disable=not terminal)
         with bars as progress:
-            bar = progress.add_task("starting")
+            bar = progress.add_task("starting", total=1)
             shown = ""
 
             def show(what: str, done: int, total: int) -> None:

@@ -1,0 +1,192 @@
+"""Kernels compiled side by side before the first step: one takes a second of one core, and a model needs many.
+
+Which ones a model needs, only its own code knows: it is run over rows of no sequence, with the sizes and addresses of
+later steps, while nothing is launched. Memory that a kernel would have written holds zeros meanwhile, so that nothing
+reads or addresses what is not there. What was compiled is kept in Triton's cache, where the next process finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from copy import copy
+from itertools import product
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from engine.api import PAGE
+from engine.bandwidth_profile import default_profile
+from engine.device.graph import Inputs
+from engine.device.masks import Masks
+from engine.device.reduce import reduce
+from engine.experts.offload import OffloadedExperts
+from engine.kernels import gather, launch
+from engine.layers.ops import Batch
+from engine.models.model import Cache, Model
+from engine.runner import Rows, make_batch
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""(compiled, found so far)"""
+
+_THREADS = 32
+"""At most: each takes some hundred MB."""
+_PAGE, _STATE = 0, 1
+"""That no sequence has yet."""
+_FAR = 1 << 40
+"""An address beyond 32 bits."""
+_EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Memory without contents has zeros."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.zero_() if function in _EMPTY else made
+
+
+class _SideBySide(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Compiles in a pool of threads; all but the translation of Python is done without its lock."""
+
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *more: Any) -> Any:
+        new = key not in self.future_kernels
+        kernel = super().submit(key, compile_fn, finalize_fn, *more)
+        if new:
+            finalize_fn(kernel)  # in the place of what it will be: Triton before 3.9 would ask for it again
+        return kernel
+
+
+class _Silent:
+    """In place of a compiled kernel."""
+
+    function, packed_metadata = 0, ()
+
+    @staticmethod
+    def run(*_: Any) -> None:
+        """Launches nothing."""
+
+
+@contextmanager
+def _unlaunched() -> Iterator[None]:
+    """Kernels are asked for, and not launched."""
+    run = JITFunction.run
+
+    def ask(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        run(kernel, *arguments, grid=grid, warmup=True, **options)
+        return _Silent
+
+    JITFunction.run = ask
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        launch.forget()
+
+
+def compile_all(work: Callable[[], None], progress: Progress) -> int:
+    """Compiles every kernel that ``work`` would launch; returns how many those are. Raises what the compiler does."""
+    count = min(_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(count) as threads, _SideBySide(threads) as found:
+        zeros = _Zeros()  # type: ignore[no-untyped-call]
+        with _unlaunched(), zeros, torch.inference_mode():
+            work()
+        compiling: list[Future[Any]] = list(found.raw_futures)
+        for done, _ in enumerate(as_completed(compiling), start=1):
+            progress(done, len(compiling))
+    return len(compiling)
+
+
+def rehearse(
+    model: Model, cache: Cache, experts: OffloadedExperts | None, *, pages: int, most: int, chunk: int,
+    device: torch.device, progress: Progress,
+) -> None:  # fmt: skip
+    """Compiles what steps need, before any sequence is there: decode steps of up to ``most`` sequences, whose tables
+    have ``pages``, and prompts of up to ``chunk`` rows."""
+    masks, short = Masks(model.vocab_size, most, device), _shortened(model)
+
+    def step(model: Model, batch: Batch, temperatures: Tensor) -> None:
+        reduce(model.forward(batch, cache)[:most], temperatures[:most], masks)
+
+    def work() -> None:
+        for rows in range(1, most + 1):
+            inputs = Inputs(rows, pages, device)
+            step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
+        for whole, kinds in ((model, prompts(pages, chunk)), (short, others(pages, most, chunk))):
+            for parts in kinds:
+                step(whole, make_batch(parts, device), torch.ones(len(parts), device=device))
+        for flags, copies in product((_FAR, _FAR + 4), (False, True)):
+            gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
+
+    began = time.monotonic()
+    if experts is not None:
+        experts.executor.mailbox[experts.executor.layout.done] = 1  # nobody asks, so that nobody is to wait
+        costs = experts.prefill.costs
+    progress(0, 1)
+    found = compile_all(work, progress)
+    if experts is not None:
+        experts.after_step()
+        experts.prefill.follow(costs)  # there was nothing to learn
+    _log.info("%d kernels compiled, or found in %s, in %.1f s", found, knobs.cache.dir, time.monotonic() - began)
+
+
+def _shortened(model: Model) -> Model:
+    """With one layer of each kind: others ask for the same kernels."""
+    short: Any = copy(model)
+    short.layers = list({tuple(map(type, vars(layer).values())): layer for layer in short.layers}.values())
+    return cast(Model, short)
+
+
+def prompts(pages: int, chunk: int) -> Iterator[list[Rows]]:
+    """Steps of one sequence, of each size: kernels tell them by powers of two, and Triton numbers that 16 divides."""
+    for size in (size for power in range(6, 16) for size in (2**power - 1, 2**power)):
+        if size <= min(chunk, pages * PAGE):
+            yield [_rows(size, -(-size // PAGE))]
+
+
+def others(pages: int, most: int, chunk: int) -> Iterator[list[Rows]]:
+    """Steps of few rows, of each kind: of more sequences, behind a history, leaving checkpoints. Triton tells numbers
+    that are 1 from others, too."""
+    widths = sorted({1, 3, 16, (pages - 1) | 1, pages // 16 * 16} & set(range(1, pages + 1)))
+    for tokens in (2, 15, 16, 20, 32, 33, 48):
+        if tokens <= chunk:
+            yield from ([_rows(tokens, width)] for width in widths)
+            yield from ([_rows(tokens, 1, snapshots)] for snapshots in (1, 2))
+    for beside in (1, 2, 4, 8, 15):
+        if beside < most:
+            for tokens in (1, 2, 33, 48 - beside):
+                if tokens <= chunk:
+                    yield from ([_rows(tokens, width), *[_rows(1, 1)] * beside] for width in widths)
+
+
+def _rows(tokens: int, width: int, snapshots: int = 0) -> Rows:
+    """The last rows of so many pages."""
+    taken = [(tokens, _STATE)] * snapshots
+    return Rows([0] * tokens, width * PAGE - tokens, [_PAGE] * width, _STATE, snapshots=taken, logits=True)
+
+
+def keep_privately() -> None:
+    """What is compiled is kept where only this user can put anything, unless Triton was told a place."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        folder = default_profile().with_name("kernels")
+        with suppress(OSError):  # Triton says what is wrong with the place that it then takes
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            os.environ["TRITON_CACHE_DIR"] = str(folder)

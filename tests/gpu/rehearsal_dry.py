@@ -1,0 +1,111 @@
+"""A program for test_rehearsal.py: Triton as for an H200, on a machine without a GPU, and outside its interpreter.
+
+``compile``: a kernel for two numbers, side by side. ``serve MODE``: what a rehearsal asks for, and what serving a tiny
+model then asks for besides. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from engine.api import EngineConfig, Request, Sampling
+from engine.checkpoint import write_tiny
+from engine.device import load, rehearse
+from engine.device.fake import FakeDriver
+from engine.device.machine import Machine
+from engine.device.runner import DeviceRunner
+from engine.loading import load_engine
+from engine.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+PROMPTS = ([3], [844], [500, 300], [7, 9, 200, 33], [4100], [128, 2, 2], [60] * 8, [1] * 5, [48, 16, 32], [32, 32])
+"""Tokens of what is asked at a time."""
+
+
+class NoDriver:
+    """Of a GPU that is not there: nothing can be launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@triton.jit
+def _add(x, out, number, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at) + number)
+
+
+def compiled() -> dict[str, Any]:
+    done, seen = list[tuple[int, int]](), list[float]()
+
+    def work() -> None:
+        for number in (1, 16, 32, 1):
+            out = torch.empty(64)
+            _add[(1,)](torch.ones(64), out, number, SIZE=64)
+            seen.append(out.abs().max().item())
+
+    found = rehearse.compile_all(work, lambda *now: done.append(now))
+    kept = len(list(Path(triton.knobs.cache.dir).glob("*/_add.cubin")))
+    return {"found": found, "kept": kept, "done": done[-1], "seen": seen}
+
+
+def served(mode: str) -> list[list[str]]:
+    asked = set[tuple[str, str]]()
+
+    def ask(*, key: str, fn: Any, **_: Any) -> bool:
+        asked.add((fn.name, key))
+        return True  # no need to compile it
+
+    triton.knobs.runtime.jit_cache_hook = ask
+    runners = list[DeviceRunner]()
+
+    class Runner(DeviceRunner):
+        def __init__(self, *given: Any, pages: int, most: int, **more: Any) -> None:
+            super().__init__(*given, pages=pages, most=most, **more)
+            runners.append(self)
+            self.room = pages, most
+
+        def prepare(self, progress: Any) -> None:
+            experts, (pages, most) = self._experts, self.room
+            rehearse.rehearse(
+                self.model, self.cache, experts, pages=pages, most=most, chunk=4096, device=CPU, progress=progress
+            )
+
+    load.DeviceRunner = Runner  # type: ignore[misc]
+    with TemporaryDirectory() as folder:
+        write_tiny("qwen3_5_moe", Path(folder), dtype="bfloat16")
+        config = EngineConfig(folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20)  # type: ignore[arg-type]
+        machine = Machine(CPU, "none", "no GPU", 2 << 30, FakeDriver)
+        scheduler = Scheduler(load_engine(config, lambda *_: None, None, machine), config)
+    known, numbers = set(asked), random.Random(0)
+    with rehearse._unlaunched(), rehearse._Zeros():
+        for turn, sizes in enumerate(PROMPTS):
+            for number, size in enumerate(sizes):
+                prompt = tuple(numbers.randrange(200) for _ in range(size))
+                scheduler.submit(Request(f"{turn}.{number}", prompt, Sampling(max_tokens=6, temperature=0.0)))
+            while not scheduler.idle:
+                scheduler.step()
+    scheduler.close(1.0)
+    return [sorted({name for name, _ in known}), sorted(f"{name} {key}" for name, key in asked - known)]
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(NoDriver())
+    torch.cuda.current_device = lambda: 0
+    print(json.dumps(compiled() if sys.argv[1] == "compile" else served(sys.argv[2])))

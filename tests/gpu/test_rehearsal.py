@@ -1,0 +1,34 @@
+"""Kernels are compiled before the first step, all of them and side by side, and nothing is launched meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def dry(tmp_path: Path, *arguments: str) -> Any:
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-P", str(Path(__file__).with_name("rehearsal_dry.py")), *arguments]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_are_compiled_and_kept_and_not_launched(tmp_path: Path) -> None:
+    """One for 1, one for what 16 divides. What they would have written is 0."""
+    assert dry(tmp_path, "compile") == {"found": 2, "kept": 2, "done": [2, 2], "seen": [0.0] * 4}
+
+
+@pytest.mark.parametrize("mode", [pytest.param("device", marks=pytest.mark.deep), "hybrid"])
+def test_serving_asks_for_no_kernel_that_was_not_rehearsed(tmp_path: Path, mode: str) -> None:
+    known, late = dry(tmp_path, "serve", mode)
+    assert {"_linear", "_attend", "_product", "_move"} < set(known) and late == []
