@@ -119,6 +119,7 @@ class Executor:
         self.layout = MailboxLayout(rows, ranks, pool.layout.hidden)
         self.mailbox = aligned(self.layout.nbytes, mmap.PAGESIZE)
         """uint8 [layout.nbytes]"""
+        self._failed = self.mailbox[self.layout.error : self.layout.error + 8].numpy().view(np.int64)
         self.times: npt.NDArray[np.int64] = np.zeros((pool.layers, 3), np.int64)
         """Of every layer's last request: nanoseconds from when it was seen until it was done, and until the device's
         side arrived (0: not known, or not asked by one), and the number of parts computed."""
@@ -166,6 +167,8 @@ class Executor:
 
     def check(self) -> None:
         """Raises ExecutorError, once, when a request from the mailbox failed."""
+        if not self._failed.item():
+            return
         text = ctypes.create_string_buffer(_TEXT)
         if self._library.ft_executor_error(self._handle, text, _TEXT):
             raise ExecutorError(text.value.decode())
