@@ -123,6 +123,7 @@ class Graphs:
 
 def converse_alone(made: Served, vocab: int, graphs: Graphs) -> float:
     """Tells, of one sequence alone, tok/s and how long the device waits for the host. -> seconds of a step."""
+    made.ask("warm", prompt(90, 1, vocab), 2)  # a graph that never ran has no times
     made.after = graphs.ended
     converse(made, vocab)
     count = ANSWERS["long"] - _WARM
