@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="default: %(default)g; SIGTERM ends it early")
     parser.add_argument("--quick", action="store_const", dest="seconds", const=QUICK, help=f"{QUICK:g} seconds")
     options = parser.parse_args()
-    stopped = threading.Event()
+    begin, stopped = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     native.__path__.append(str(options.library.parent))  # where the native library is looked for
     machine, config = find_machine(), replace(model_config(quick=True), vocab=VOCAB)
@@ -289,12 +289,13 @@ def main() -> int:
         folder, settings = Path(name), StoreSettings(f"{name}/store", host_bytes=HOST_BYTES)
         write_model(config, folder, machine.device)
         there = known(folder, {name: (tokens[:1], tokens[1:]) for name, tokens in texts().items()}, LAYERS)
+        report("a model is written, and the CPU has computed all texts", f"after {time.monotonic() - begin:.1f} s")
         mode = {"device": "cuda", "experts": "hybrid", "gpu_bytes": room_for(config, RESIDENT)}
         right = run(
             folder, machine, there, options.seconds, DeviceOps, stopped,
             store=settings, open_store=disk(settings), **mode,
         )  # fmt: skip
-    print("all right" if right else "WRONG results above", flush=True)
+    report("all right" if right else "some of it", f"after {time.monotonic() - begin:.0f} s", right)
     return 0 if right else 1
 
 
