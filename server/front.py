@@ -8,6 +8,7 @@ import gc
 import socket
 import ssl
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -30,6 +31,8 @@ from server.errors import ApiError, ErrorKind
 BACKLOG = 1024
 DRAIN_SECONDS = 5
 """How long ended streams get to reach their clients."""
+UNREAD_SECONDS = 5
+"""How long a refused client may go on sending: closed under it, a connection takes the answer along."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
 MAX_HEAD_BYTES = 64 << 10
@@ -218,8 +221,14 @@ class Http(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
         if self._unread > MAX_HEAD_BYTES and not (self._over or self._upgraded):
             self.send_400_response("Too much of it has no end.")
+        self._wait()
+
+    def _wait(self) -> None:
+        """For what comes next."""
         if self._upgraded:
             self._stop_waiting()
+        elif self._over:
+            return
         elif self.cycle is None or self.cycle.response_complete:
             self._wait_for_head()
         else:
@@ -251,6 +260,7 @@ class Http(HttpToolsProtocol):
         behind whole requests, they get their own answers, and nothing else; an answer that has begun to a request that
         breaks is only cut off."""
         self._over = True
+        self._stop_waiting()
         if (cycle := self._answering) is not None:
             answering = not cycle.response_complete
             if answering and not cycle.more_body:
@@ -265,7 +275,9 @@ class Http(HttpToolsProtocol):
         body = dump(errors.body(ApiError("invalid", msg), "openai"))
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._head = self.loop.call_later(UNREAD_SECONDS, self.transport.close)
 
     def on_message_begin(self) -> None:
         self._in_head, self._in_body = True, False
@@ -328,7 +340,7 @@ class Http(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        plain = cycle.scope["http_version"] != "1.0" and not cycle.waiting_for_100_continue
+        plain = cycle.keep_alive and not cycle.waiting_for_100_continue
         super()._start_asgi_task(cycle, app if plain else _ended(cycle, app))
 
     def _wait_for_head(self) -> None:
@@ -343,16 +355,35 @@ class Http(HttpToolsProtocol):
 
 def _ended(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
     """Where the end of the connection is the answer's: HTTP/1.0 knows no chunks, and a client that was not told to send
-    its body sends what it likes instead."""
+    its body sends what it likes instead. Who sends more than was asked for is listened to until the end."""
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:
-        async def sent(message: Any) -> None:
-            if cycle.waiting_for_100_continue and cycle.more_body:
-                cycle.keep_alive = False
+        told = True
+
+        async def put(message: Any) -> None:
             if scope["http_version"] == "1.0":
                 cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
             await send(message)
 
+        async def sent(message: Any) -> None:
+            nonlocal told
+            if cycle.waiting_for_100_continue and cycle.more_body:
+                told = cycle.keep_alive = False
+            ends = message["type"] == "http.response.body" and not message.get("more_body")
+            if ends and told and cycle.more_body and not cycle.keep_alive:
+                await put({**message, "more_body": True})
+                await _drained(cycle)
+                message = {"type": "http.response.body"}
+            await put(message)
+
         await app(scope, receive, sent)
 
     return answered
+
+
+async def _drained(cycle: RequestResponseCycle) -> None:
+    """Reads what is left of the request."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(UNREAD_SECONDS):
+            while cycle.more_body and not cycle.disconnected:
+                await cycle.receive()

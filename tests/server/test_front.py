@@ -294,6 +294,28 @@ async def test_whoever_was_not_told_to_send_its_body_is_not_waited_for(family: F
         shaped(answer, 413)
 
 
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])
+@pytest.mark.parametrize("refused", [b"POST /v1/messages ", b"POST /v1/models ", b"POST no-path "])
+async def test_who_sends_more_than_is_read_gets_the_answer(family: Family, version: bytes, refused: bytes) -> None:
+    """A client that reads when all is sent, as many do. Closed with something unread, a connection is reset, and what
+    was on its way is lost."""
+    size = 4 << 20
+    async with serving(family, max_body_bytes=1000) as server:
+
+        def ask() -> bytes:
+            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30) as client:
+                head = b"%b%b\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                client.sendall(head % (refused, version, size) + b"x" * size)
+                answer = b""
+                while data := client.recv(1 << 16):
+                    answer += data
+                return answer
+
+        status = {b"POST /v1/messages ": 413, b"POST /v1/models ": 405, b"POST no-path ": 400}[refused]
+        shaped(await asyncio.to_thread(ask), status)
+        await alive(server)
+
+
 async def test_an_old_client_gets_a_stream_without_chunks(family: Family) -> None:
     async with serving(family, "Hi<|im_end|>") as server, connected(server) as (reader, writer):
         body = {**BODIES["/v1/messages"], "stream": True}
