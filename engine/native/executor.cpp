@@ -49,7 +49,7 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
-      gate_ups_left_(new Left[spec.rows * spec.ranks]),
+      gate_ups_left_(new Left[spec.rows * spec.ranks * kMostParts]),
       downs_left_(new Left[spec.hidden / kPanel]),
       halves_(new std::atomic<bool>[spec.rows * spec.ranks * spec.inner / kBlock]),
       single_(products_, spec.hidden),
@@ -174,9 +174,8 @@ void Executor::make_tasks(std::int64_t rows) {
   const std::int64_t all = parts_computed_ * spec_.inner / spec_.parts / kHalf;
   const std::int64_t most = std::max<std::int64_t>(1, all / wanted);
   for (std::int64_t group = 0; group < groups; ++group) {
-    const std::int64_t first_part = groups_[group].first_part, columns = spec_.inner - spec_.bounds[first_part];
-    gate_ups_left_[group].tasks.store(columns / kHalf, std::memory_order_relaxed);
-    for (std::int64_t part = first_part; part < spec_.parts; ++part) {
+    for (std::int64_t part = groups_[group].first_part; part < spec_.parts; ++part) {
+      left_of(group, part).store(width(part) / kHalf, std::memory_order_relaxed);
       add_tasks(Kind::gate_up, group, part, width(part) / kHalf, ceil_div(width(part) / kHalf, most));
     }
   }
@@ -259,7 +258,7 @@ void Executor::gate_up(const Task& task, std::int64_t layer, const float* x) {
     }
     if (products_ != nullptr && halves_[task.of * (spec_.inner / kBlock) + unit].exchange(true)) put_inner(group, unit);
   }
-  gate_ups_left_[task.of].tasks.fetch_sub(task.end - task.begin, std::memory_order_release);
+  left_of(task.of, task.part).fetch_sub(task.end - task.begin, std::memory_order_release);
 }
 
 // Makes integers of kBlock columns of all rows of a group.
@@ -277,8 +276,8 @@ void Executor::put_inner(const Group& group, std::int64_t unit) {
 void Executor::down(const Task& task, std::int64_t layer) {
   const Group& group = groups_[task.of];
   const std::int64_t begin = task.begin * kLeastPanels, end = std::min(panels(), task.end * kLeastPanels);
-  wait_until([&] { return gate_ups_left_[task.of].tasks.load(std::memory_order_acquire) == 0; });
   for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
+    wait_until([&] { return left_of(task.of, part).load(std::memory_order_acquire) == 0; });
     const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
     const char* start = section(layer, group, part) + gate_up_blocks * block_bytes_;
     for (std::int64_t panel = begin; panel < end; ++panel) {

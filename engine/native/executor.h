@@ -99,6 +99,9 @@ class Executor {
   void product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
                const char* panel, std::int64_t depth, bool fresh, float* c) const;
   const char* section(std::int64_t layer, const Group& group, std::int64_t part) const;
+  std::atomic<std::int64_t>& left_of(std::int64_t group, std::int64_t part) const {
+    return gate_ups_left_[group * kMostParts + part].tasks;
+  }
   std::int64_t panels() const { return spec_.hidden / kPanel; }
   std::int64_t width(std::int64_t part) const { return spec_.bounds[part + 1] - spec_.bounds[part]; }
 
@@ -121,7 +124,7 @@ class Executor {
   std::vector<Gather> gathers_;
   std::vector<Task> tasks_;
   Left gathers_left_;
-  std::unique_ptr<Left[]> gate_ups_left_;  // panels of a group
+  std::unique_ptr<Left[]> gate_ups_left_;  // panels of a group's part
   std::unique_ptr<Left[]> downs_left_;     // groups, by kLeastPanels panels
   std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there
   Activations single_, gathered_, inner_;
