@@ -25,7 +25,7 @@ from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
-from engine.kernels.experts import Sums
+from engine.kernels.experts import Source, Sums
 from engine.kernels.resolve import resolve
 
 _log = logging.getLogger(__name__)
@@ -175,10 +175,9 @@ class OffloadedExperts:
         inner = x.new_empty(*ids.shape, layout.inner)
 
         resolve(self.residency, ids, layer, decision)
-        kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box)
         pinned = self._pinned.pointer if self._pinned else 0
-        source = pinned or self._mailbox  # a pool that is not mapped is not read from
-        kernels.fetch(source, self.pool.stride, self._slots, decision, self.residency.part_bytes)
+        source = Source(pinned or self._mailbox, self._slots, self.residency.part_bytes)  # not mapped: not read from
+        kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box, source)
         kernels.gate_up(x, self._slots, decision, layout, inner)
         kernels.down(inner, self._slots, decision, layout, out)
         kernels.arrive(self._mailbox, box)

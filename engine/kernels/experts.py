@@ -8,7 +8,7 @@ run side by side: pairs that share an expert share its read through the L2 cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -78,11 +78,19 @@ class Mailbox(Protocol):
     def y(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where experts are fetched from, and to: the pool's address for the device, 16-byte aligned, as is the stride of
+    ``slots`` uint8 [slots + 1, stride]; ``part_bytes``: of so many first parts of an expert."""
+
+    pool: int
+    slots: Tensor
+    part_bytes: Tensor
+
+
 @triton.jit
-def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
-    begin()
-    wait()
-    program, programs = tl.program_id(0), tl.num_programs(0)
+def _bring(program, programs, pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
+    """The work of one program of ``programs`` that fetch."""
     lane = tl.arange(0, CHUNK)
     source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
     for number in range(tl.load(counts)):
@@ -95,27 +103,26 @@ def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
             tl.store(slots + (to + at), data, mask=at < length)
 
 
+@triton.jit
+def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
+    begin()
+    wait()
+    _bring(tl.program_id(0), tl.num_programs(0), pool, slots, fetch, counts, part_bytes, words, CHUNK)
+
+
 def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes: Tensor) -> None:
-    """Copy what ``decision.fetch`` lists from the pool (its address for the device; 16-byte aligned, as is ``stride``)
-    to ``slots`` uint8 [slots + 1, stride]."""
+    """Copy what ``decision.fetch`` lists, as of ``Source``; ``stride`` of both in bytes."""
     launch(
-        _fetch,
-        (FETCHERS,),
-        pool,
-        slots.view(torch.int32),
-        decision.fetch,
-        decision.counts,
-        part_bytes,
-        stride // 4,
-        CHUNK=CHUNK,
-        num_warps=8,
-    )
+        _fetch, (FETCHERS,),
+        pool, slots.view(torch.int32), decision.fetch, decision.counts, part_bytes, stride // 4,
+        CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _parts(address, present, WHOLE: tl.constexpr):
     """How many parts of a pair the device computes; WHOLE: all, if there is a slot."""
-    number = tl.load(address, mask=present, other=-1)
+    number = tl.load(address, mask=present, other=-1, cache_modifier=".cg")
     if WHOLE:
         number = tl.where(number >= 0, _EVERY, 0)
     return number
@@ -160,13 +167,20 @@ def _times_int8(words, x, groups, here, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _times_mxfp4(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the eight k of a word: [groups, 4, 32 rows]."""
-    octet, row = tl.arange(0, 4), tl.arange(0, 32)
+def _block_mxfp4(words, first, here, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """ROWS rows of a tile from ``first`` on: words [groups, 4, ROWS], and scales [groups, ROWS]."""
+    octet, row = tl.arange(0, 4), first + tl.arange(0, ROWS)
     at = octet[:, None] * 32 + row[None, :]
     data = _read(words[:, None, None] + (8 + at)[None, :, :], here[:, None, None], EVEN)
     scales = words.to(tl.pointer_type(tl.uint8))
-    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
+    return data, _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
+
+
+@triton.jit
+def _times_mxfp4(block, x, groups, here, EVEN: tl.constexpr):
+    """Products of a tile, summed over the eight k of a word: [groups, 4, rows]."""
+    data, scale = block
+    octet = tl.arange(0, 4)
     total = tl.zeros(data.shape, tl.float32)
     base = x + (groups[:, None] * 32 + octet[None, :] * 8)
     for nibble in tl.static_range(4):
@@ -195,10 +209,10 @@ def _gate_up(
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
     wait()
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
+    begin()  # late: the next kernel finds its pairs and what was fetched for them before it waits itself
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair, cache_modifier=".cg")
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
     if part < parts:
         first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
@@ -225,7 +239,8 @@ def _gate_up(
                 if KIND == 1:
                     total += _times_int8(where, row_x, start + group, here, EVEN)
                 else:
-                    total += _times_mxfp4(where, row_x, start + group, here, EVEN)
+                    block = _block_mxfp4(where, 0, here, 32, EVEN)
+                    total += _times_mxfp4(block, row_x, start + group, here, EVEN)
             gates, ups = tl.split(tl.trans(tl.reshape(_added(total), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
@@ -238,8 +253,9 @@ def _down(
 ):  # fmt: skip
     begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
-    wait()
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
+    if KIND < 2:
+        wait()
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair, cache_modifier=".cg")
     if parts > 0:
         blob = slots + slot.to(tl.int64) * stride_words
         row_h = h + pair.to(tl.int64) * inner
@@ -269,12 +285,15 @@ def _down(
             elif KIND == 1:
                 total += _times_int8(where, row_h, group, here, EVEN)
             else:
-                total += _times_mxfp4(where, row_h, group, here, EVEN)
+                tile = _block_mxfp4(where, 0, here, 32, EVEN)
+                wait()  # for h; blobs come in before
+                total += _times_mxfp4(tile, row_h, group, here, EVEN)
         if KIND == 0:
             tl.store(base + column, _added(lower))
             tl.store(base + 16 + column, _added(upper))
         else:
             tl.store(base + tl.arange(0, 32), _added(total))
+    wait()
 
 
 def gate_up(
@@ -320,6 +339,34 @@ def _padded(layout: Layout) -> tuple[list[int], list[int]]:
     missing = MOST_PARTS - layout.parts
     offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
     return [*layout.bounds] + [layout.inner] * missing, offsets
+
+
+@triton.jit
+def chosen(pairs, column, PAIRS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+    """Of down of all pairs of a row, for columns in the half of a panel: their tile, and of its groups: weights, where
+    they are in ``h`` [k, inner], and which are there."""
+    _, slots, ids, weights, ranks, stride_words, hidden, groups, bounds, offsets = pairs
+    at = tl.arange(0, PAIRS * GROUPS)
+    pair, group = at // GROUPS, at % GROUPS
+    slot = tl.load(ids + pair, mask=pair < ranks, other=-1, cache_modifier=".cg")
+    here = (slot >= 0) & (group < groups)
+    b1, b2, b3, b4 = bounds
+    o0, o1, o2, o3 = offsets
+    first = tl.where(group < b1, 0, tl.where(group < b2, b1, tl.where(group < b3, b2, b3)))
+    end = tl.where(group < b1, b1, tl.where(group < b2, b2, tl.where(group < b3, b3, b4)))
+    offset = tl.where(group < b1, o0, tl.where(group < b2, o1, tl.where(group < b3, o2, o3)))
+    wide = end - first
+    block = 2 * wide * (hidden // 32) + column // 32 * wide + group - first
+    words = tl.multiple_of(slots + slot.to(tl.int64) * stride_words + (offset + block * WORDS), 16)
+    tile = _block_mxfp4(words, tl.multiple_of(column % 32, 16), here, 16, False)
+    return tile, tl.load(weights + pair, mask=here, other=0.0), pair * groups + group, here
+
+
+@triton.jit
+def mixed(pairs, chosen):
+    """Their down, added up with their weights."""
+    tile, weights, groups, here = chosen
+    return _added(_times_mxfp4(tile, pairs[0], groups, here, False) * weights[:, None, None])
 
 
 @triton.jit
@@ -373,6 +420,33 @@ class Sums:
         return 0 if self.layout is None else self.mailbox + self.layout.y
 
 
+MIXED = "mxfp4"
+"""The format that ``Pairs`` are for."""
+
+
+@dataclass(frozen=True)
+class Pairs(Sums):
+    """What is there of one row's before down: ``out`` is what ``gate_up`` gave, [1, k, inner]; all parts of the pairs
+    are in ``slots``, as ``gate_up`` takes them. Who adds them up comes right after ``gate_up``."""
+
+    slots: Tensor = field(kw_only=True)
+    experts: Layout = field(kw_only=True)
+
+    def arguments(self) -> tuple[object, ...]:
+        layout, slot, (bounds, offsets) = self.experts, self.decision.slot, _padded(self.experts)
+        return (
+            self.out, self.slots.view(torch.int32), slot, self.weights, slot.shape[1], self.slots.shape[1] // 4,
+            layout.hidden, layout.inner // BLOCK, tuple(bound // BLOCK for bound in bounds[1:]), tuple(offsets),
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, int]:
+        ranks, groups = self.decision.slot.shape[1], self.experts.inner // BLOCK
+        return {
+            "PAIRS": triton.next_power_of_2(ranks), "GROUPS": triton.next_power_of_2(groups),
+            "WORDS": self.experts.format.block_bytes // 4,
+        }  # fmt: skip
+
+
 def combine(
     out: Tensor,
     weights: Tensor,
@@ -418,14 +492,12 @@ def _release(to, value, ON_DEVICE: tl.constexpr):
         tl.store(to.to(tl.pointer_type(tl.int64)), value)
 
 
-@triton.jit(do_not_specialize=["value", "givers"])
-def _publish(
-    x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
-    PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
+@triton.jit
+def _give(
+    program, programs, x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs,
+    value, PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    begin()
-    wait()
-    program = tl.program_id(0)
+    """The work of one program of ``programs`` that give the CPU its part."""
     if tl.load(counts + 1) > 0:
         at = program * COPY + tl.arange(0, COPY)
         target = tl.multiple_of(to_x.to(tl.pointer_type(tl.float32)), 16)
@@ -439,7 +511,7 @@ def _publish(
             tl.store(to_weights.to(tl.pointer_type(tl.float32)) + pair, rank_weights, mask=pair < pairs)
         tl.debug_barrier()
         # The last program has acquired what the others released, and releases all of it to the CPU.
-        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(0) - 1
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
         if last:
             tl.store(arrivals, 0)
             _release(to_ready, value, ON_DEVICE)
@@ -447,19 +519,46 @@ def _publish(
         tl.store(to_done.to(tl.pointer_type(tl.int64)), 1)
 
 
+@triton.jit(do_not_specialize=["value", "givers"])
+def _publish(
+    x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value, givers,
+    pool, slots, fetch, part_bytes, words,
+    PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr, CHUNK: tl.constexpr, FETCHES: tl.constexpr,
+):  # fmt: skip
+    begin()
+    wait()
+    program = tl.program_id(0)
+    if program < givers:
+        _give(
+            program, givers, x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights,
+            size, pairs, value, PAIRS, COPY, ON_DEVICE,
+        )  # fmt: skip
+    elif FETCHES:
+        _bring(
+            program - givers, tl.num_programs(0) - givers, pool, slots, fetch, counts, part_bytes, words, CHUNK
+        )  # fmt: skip
+
+
 def publish(
-    x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox
-) -> None:
+    x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox,
+    source: Source | None = None,
+) -> None:  # fmt: skip
     """Give the CPU its part: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without work for it,
-    ``done`` = 1.
+    ``done`` = 1. And with a ``source``, bring what ``decision.fetch`` lists.
     ``arrivals`` int32 [1]: zero between calls."""
-    rows, pairs = x.shape[0], decision.slot.numel()
+    rows, pairs, givers = x.shape[0], decision.slot.numel(), triton.cdiv(x.numel(), COPY)
     offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
+    from_pool = (0, x, arrivals, arrivals, 0)
+    if source is not None:
+        words = source.slots.view(torch.int32)
+        from_pool = (source.pool, words, decision.fetch, source.part_bytes, words.stride(0))
     launch(
-        _publish, (triton.cdiv(x.numel(), COPY),),
+        _publish, (givers + (0 if source is None else FETCHERS),),
         x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
-        x.numel(), pairs, rows << 32 | (layer + 1), PAIRS=triton.next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda,
-        num_warps=4,
+        x.numel(), pairs, rows << 32 | (layer + 1), givers,
+        *from_pool,
+        PAIRS=triton.next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda, CHUNK=CHUNK,
+        FETCHES=source is not None, num_warps=8,
     )  # fmt: skip
 
 

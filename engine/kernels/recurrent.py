@@ -90,17 +90,28 @@ def sequences(conv, row, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def conv_rows(x, conv, live, channel, end, row, x_row, WIDTH: tl.constexpr):
-    """``conv`` of the rows of channels before ``end``, by the program that has just stored them as ``x``."""
-    weight, _, out, _, channels, _, _ = conv
+def window(conv, live, channel, end, row, WIDTH: tl.constexpr):
+    """What ``slide`` needs of the time before: the weights, and inputs of earlier calls, [channels, rows, taps]."""
+    weight, _, _, _, channels, _, _ = conv
     first, last, state = live
+    lag = tl.arange(0, 4 if WIDTH <= 4 else 16)[None, None, :]
+    inside, since = (channel < tl.minimum(channels, end))[:, None, None], (row - first)[None, :, None] - lag
+    here = inside & (row <= last)[None, :, None] & (lag < WIDTH)
+    cells = state[None, :, None] + channel[:, None, None] * (WIDTH - 1)
+    taps = weight + channel[:, None, None] * WIDTH + (WIDTH - 1) - lag
+    taps = tl.load(taps, mask=inside & (lag < WIDTH), other=0.0)
+    return taps, tl.load(cells + (WIDTH - 1) + since, mask=here & (since < 0), other=0.0)
+
+
+@triton.jit
+def slide(x, conv, live, channel, end, row, x_row, window, WIDTH: tl.constexpr):
+    """``conv`` of the rows of channels before ``end``, by the program that has just stored them as ``x``."""
+    _, _, out, _, channels, _, _ = conv
+    first, last, state = live
+    taps, old = window
     lag = tl.arange(0, 4 if WIDTH <= 4 else 16)[None, None, :]
     inside, since = channel < tl.minimum(channels, end), (row - first)[None, :, None] - lag
     here = inside[:, None, None] & (row <= last)[None, :, None] & (lag < WIDTH)
-    cells = state[None, :, None] + channel[:, None, None] * (WIDTH - 1)
-    taps = weight + channel[:, None, None] * WIDTH + (WIDTH - 1) - lag
-    taps = tl.load(taps, mask=inside[:, None, None] & (lag < WIDTH), other=0.0)
-    old = tl.load(cells + (WIDTH - 1) + since, mask=here & (since < 0), other=0.0)
     tl.debug_barrier()
     new = x + (row[None, :, None] - lag) * x_row + channel[:, None, None]
     inputs = tl.where(since < 0, old, tl.load(new, mask=here & (since >= 0), other=0.0))
@@ -108,7 +119,8 @@ def conv_rows(x, conv, live, channel, end, row, x_row, WIDTH: tl.constexpr):
     to = out + row[None, :] * channels + channel[:, None]
     tl.store(to, total * sigmoid(total), mask=inside[:, None] & (row <= last)[None, :])
     tl.debug_barrier()
-    tl.store(cells + (WIDTH - 2) - lag, inputs, mask=here & (row == last)[None, :, None] & (lag < WIDTH - 1))
+    cells = state[None, :, None] + channel[:, None, None] * (WIDTH - 1) + (WIDTH - 2) - lag
+    tl.store(cells, inputs, mask=here & (row == last)[None, :, None] & (lag < WIDTH - 1))
 
 
 @triton.jit
@@ -138,8 +150,8 @@ def _gated_delta(
     cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
     lines = tl.program_id(2) * VALUES + tl.arange(0, VALUES // LINE) * LINE
     prefetch(states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + lines[None, :])
-    wait()
     first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
+    wait()
     memory = tl.load(cells, mask=here, other=0.0)
     for step in range(rows):
         row = (first + step).to(tl.int64)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.experts.residency import ENTRIES, MOST_PAIRS, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
+from engine.kernels.launch import begin, launch, wait
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
@@ -27,7 +28,9 @@ def _resolve(
     SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr,
     NEVER: tl.constexpr,
 ):  # fmt: skip
+    begin()
     pair, place = tl.arange(0, PAIRS), tl.arange(0, WINDOW)
+    wait()
     expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
     start, usable = tl.load(hand), tl.load(limit)
     step = tl.load(clock) + tl.where(layer == 0, 1, 0)
@@ -117,7 +120,8 @@ def _resolve(
 def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> None:
     """As the function of the same name in engine.experts.residency, for contiguous tensors on the device."""
     pairs = ids.numel()
-    _resolve[(1,)](
+    launch(
+        _resolve, (1,),
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work, state.share,
         state.pace, state.bump, state.part_bytes, state.limit, state.routed,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,

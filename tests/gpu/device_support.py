@@ -20,7 +20,7 @@ from engine.device.fake import FakeDriver
 from engine.device.machine import Machine
 from engine.experts import residency
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import experts_twin
+from engine.kernels import experts, experts_twin
 from engine.kernels.ops import DeviceExperts
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
@@ -62,7 +62,12 @@ def memory(address: int, like: Tensor) -> Tensor:
     ).view(like.shape)
 
 
-def publish(x: Tensor, weights: Tensor, decision: Any, layer: int, arrivals: Tensor, mailbox: int, box: Any) -> None:
+def publish(
+    x: Tensor, weights: Tensor, decision: Any, layer: int, arrivals: Tensor, mailbox: int, box: Any,
+    source: experts.Source | None = None,
+) -> None:  # fmt: skip
+    if source is not None:
+        fetch(source, decision)
     wanted = bool(decision.counts[1])
     ctypes.c_uint64.from_address(mailbox + box.done).value = not wanted
     for offset, data in ((box.x, x), (box.plan, decision.plan), (box.weights, weights)):
@@ -79,14 +84,14 @@ def combine(out: Tensor, weights: Tensor, decision: Any, y: Tensor, mailbox: int
     experts_twin.combine(out, weights, decision, y, memory(mailbox + box.y, y) if box is not None else None)
 
 
-def fetch(pool: int, stride: int, slots: Tensor, decision: Any, part_bytes: Tensor) -> None:
+def fetch(source: experts.Source, decision: Any) -> None:
     for slot, flat, parts in decision.fetch[: int(decision.counts[0])].tolist():
-        nbytes = int(part_bytes[parts])
-        slots[slot, :nbytes] = memory(pool + flat * stride, slots[slot, :nbytes])
+        to = source.slots[slot, : int(source.part_bytes[parts])]
+        to.copy_(memory(source.pool + flat * source.slots.stride(0), to))
 
 
 TWINS = SimpleNamespace(
-    publish=publish, arrive=arrive, combine=combine, fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down
+    publish=publish, arrive=arrive, combine=combine, gate_up=experts_twin.gate_up, down=experts_twin.down
 )
 
 
