@@ -233,6 +233,14 @@ def test_what_goes_together_or_is_told_elsewhere(line: str) -> None:
     settings(*line.split())
 
 
+def test_the_demo_passes_on_what_a_gpu_is_to_do() -> None:
+    line = "--device cuda --experts hybrid --expert-format int8 --gpu-bytes 2g --split auto --attention torch,triton"
+    flags = serve_options.gpu_flags(build_parser().parse_args(["demo", *line.split()]))
+    assert settings(*flags) == settings(*line.split()) != settings()
+    with pytest.raises(ServerProblem, match="--device cpu"):
+        serve_options.gpu_flags(build_parser().parse_args(["demo", "--device", "cpu", "--experts", "hybrid"]))
+
+
 def test_wrong_values_name_their_flags(tmp_path: Path) -> None:
     with pytest.raises(ServerProblem, match=r"--port: .*65535; --threads: .*ft serve --help"):
         settings("--port", "70000", "--threads", "-1")
