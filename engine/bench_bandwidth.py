@@ -29,7 +29,7 @@ from engine.device.driver import CudaDriver, DriverError
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
-from engine.native.library import NativeLibraryError, find_library, load_library
+from engine.native.library import NativeLibraryError, cache_bytes, find_library, load_library
 
 if TYPE_CHECKING:
     from engine.device.link import Link
@@ -170,8 +170,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=5, help="of every measure (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of every sample (default: %(default)s)")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of experts (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="less of all these: 3 samples of 0.1 s, 1 GB")
+    parser.add_argument(
+        "--gigabytes", type=float, help="of experts (default: 2, or eight times the last cache if that is more)"
+    )
+    parser.add_argument("--quick", action="store_true", help="less of all these: 3 samples of 0.1 s, half of the GB")
     parser.add_argument("--threads", type=int, default=0, help="default: as many as decoding uses")
     parser.add_argument("--profile", type=Path, default=default_profile(), metavar="FILE", help="default: %(default)s")
     parser.add_argument("--show", action="store_true", help="show the profile, measure nothing")
@@ -181,8 +183,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.formats = [name for name in options.formats.split(",") if name]
     if unknown := set(options.formats) - set(FORMATS):
         parser.error(f"there is no format {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
+    if options.gigabytes is None:
+        options.gigabytes = max(2.0, 8 * cache_bytes() / 1e9)
     if options.quick:
-        options.samples, options.seconds, options.gigabytes = 3, 0.1, 1.0
+        options.samples, options.seconds, options.gigabytes = 3, 0.1, options.gigabytes / 2
     if options.samples < 1 or options.seconds <= 0 or options.gigabytes <= 0 or options.threads < 0:
         parser.error("--samples, --seconds and --gigabytes must be above 0, --threads not below")
     return options
