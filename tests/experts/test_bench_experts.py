@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,22 @@ def test_wrong_options(arguments: list[str], message: str, capsys: pytest.Captur
 def test_sizes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_experts.main([*TINY, "--inner", "40"]) == 1
     assert "experts need inner to be a multiple of 32, not 40" in capsys.readouterr().err
+
+
+def test_last_caches_are_added_up(tmp_path: Path) -> None:
+    def cache(cpu: int, index: int, level: int, size: str | None, shared: str) -> None:
+        files = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+        files.mkdir(parents=True)
+        for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
+            if text is not None:
+                (files / name).write_text(text + "\n")
+
+    assert cache_bytes(tmp_path) == 0
+    for cpu in range(4):
+        cache(cpu, 0, 1, "32K", str(cpu))
+        cache(cpu, 1, 2, "1024K", str(cpu))
+    assert cache_bytes(tmp_path) == 4 << 20
+    for cpu in range(4):
+        cache(cpu, 2, 3, "32768K", "0-1" if cpu < 2 else "2-3")
+        cache(cpu, 3, 4, None, "0-3")
+    assert cache_bytes(tmp_path) == 64 << 20
