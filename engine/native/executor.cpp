@@ -12,9 +12,9 @@ constexpr std::int64_t kBlockBytes[] = {kBlock * kPanel * 2, kInt8Bytes, kMxfp4B
 
 // A worker looks for work this often, some milliseconds, before it sleeps: longer than a device's part of a layer.
 constexpr int kWorkerSpins = 40000;
-// The coordinator polls without rest for this long after a request, then naps; longer once nothing came for a second.
-constexpr std::int64_t kHot = 5'000'000, kIdle = 1'000'000'000;
-constexpr std::chrono::microseconds kNap{20}, kLongNap{1000};
+// The coordinator polls without rest for so many ns after a request, then naps, ever longer: what waits for it waits a
+// small part of the time that has gone by.
+constexpr std::int64_t kHot = 5'000'000, kLeastNap = 20'000, kMostNap = 1'000'000, kNapShare = 2000;
 
 std::int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -324,7 +324,8 @@ void Executor::serve() {
     } else if (time - last < kHot) {
       for (int i = 0; i < 4; ++i) pause();
     } else {
-      std::this_thread::sleep_for(time - last < kIdle ? kNap : kLongNap);
+      const std::int64_t nap = std::min(std::max((time - last) / kNapShare, kLeastNap), kMostNap);
+      std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
     }
   }
 }
