@@ -197,6 +197,7 @@ class Http(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._unset_keepalive_if_required()
         if self._looking is not None:
             self._looking.cancel()
         self.resume_writing()

@@ -7,6 +7,7 @@ import gc
 import json
 import resource
 import socket
+import struct
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -101,6 +102,20 @@ async def test_connections_live_on_between_requests(family: Family) -> None:
             length = int(head.lower().partition(b"content-length: ")[2].split()[0])
             await reader.readexactly(length)
             await asyncio.sleep(0.3)
+
+
+async def test_nothing_is_left_of_a_connection_that_was_reset(family: Family) -> None:
+    """Not even until it would have been closed for saying nothing."""
+    async with serving(family) as server:
+        async with connected(server) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.05)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        async with asyncio.timeout(30):
+            while live(Http):
+                await asyncio.sleep(0.05)
 
 
 @PATHS
