@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -42,6 +44,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if kind is Namespace and attribute[:1] != "_" and type(value := getattr(obj, attribute, None)) in _HARMLESS:
             return value
         return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(__obj) is MethodType and type(__obj.__self__) in OWN:
+            return __obj(*args)  # what jinja2 names besides is for macros
+        return super().call(__context, __obj, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         queue = type(obj) is list and attr in ("append", "pop")
