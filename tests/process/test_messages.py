@@ -9,6 +9,7 @@ import dataclasses
 import struct
 import types
 import typing
+from dataclasses import replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import messages
-from engine.api import Abort, Done, EngineConfig, GetStats, Request, Reuse, Sampling, Tokens
+from engine.api import Abort, Anchor, Done, EngineConfig, GetStats, Request, Reuse, Sampling, Tokens, Watch
 from engine.messages import LoadFailed, Loading, Message, MessageError, Ready, Status
 
 SCALARS: dict[object, st.SearchStrategy[Any]] = {
@@ -113,6 +114,33 @@ def test_a_view_of_u32_is_sent_as_it_is() -> None:
     for wrong in (memoryview(b"1234"), memoryview(bytes(8)).cast("i"), memoryview(bytes(8)).cast("Q"), view[::-1], [1]):
         with pytest.raises(MessageError):
             messages.encode(Request("r", wrong, sampling))
+
+
+def test_a_long_prompt_is_sent_in_few_pieces_and_not_copied() -> None:
+    view = memoryview(bytes(4 * 100_000)).cast("I")
+    watches = tuple(Watch((token,), "turn_end", 1.0) for token in range(50))
+    request = Request("r", view, Sampling(max_tokens=1, stop_tokens=(1, 2)), watches=watches)
+    header, prompt, rest = messages.encode_parts(request)
+    assert isinstance(prompt, memoryview) and prompt.obj is view.obj and len(rest) == 4 * 52
+    assert messages.decode(*split(b"".join((header, prompt, rest)))) == replace(request, tokens=tuple(view))
+
+
+def test_rows_are_all_of_one_kind_and_have_every_column() -> None:
+    anchors = (Anchor(1, "a", 2.0, True), Anchor(2, "b", 1.0))
+    frame = messages.encode(Request("r", (1, 2), Sampling(max_tokens=1), anchors))
+    header, payload = split(frame)
+    assert b'[[1,2],["a","b"],[2.0,1.0],[true,false]]' in header
+    for wrong in (
+        b"[[1,2]]",
+        b"[[1,2],[],[],[]]",
+        b'[[1,2],["a","b"],[2.0,1.0],[1,0]]',
+        b'[[1.0,2],["a","b"],[2.0,1.0],[true,false]]',
+    ):
+        with pytest.raises(MessageError):
+            messages.decode(header.replace(b'[[1,2],["a","b"],[2.0,1.0],[true,false]]', wrong), payload)
+    for bad in ((1, "a", 2.0, True), Anchor(1, "a", "high", True), Anchor(1 << 63, "a", 1.0)):  # type: ignore[arg-type]
+        with pytest.raises(MessageError):
+            messages.encode(Request("r", (1,), Sampling(max_tokens=1), (bad,)))  # type: ignore[arg-type]
 
 
 @given(ANY_MESSAGE, st.data())
