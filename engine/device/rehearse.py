@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
+from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 from engine.api import PAGE
@@ -34,6 +35,7 @@ from engine.kernels import gather, launch
 from engine.layers.ops import Batch
 from engine.models.model import Cache, Model
 from engine.runner import Rows, make_batch
+from engine.weights.errors import BadConfig
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def rehearse(
     device: torch.device, progress: Progress,
 ) -> None:  # fmt: skip
     """Compiles what steps need, before any sequence is there: decode steps of up to ``most`` sequences, whose tables
-    have ``pages``, and prompts of up to ``chunk`` rows."""
+    have ``pages``, and prompts of up to ``chunk`` rows. Raises BadConfig."""
     masks, short = Masks(model.vocab_size, most, device), _shortened(model)
 
     def step(model: Model, batch: Batch, temperatures: Tensor) -> None:
@@ -140,7 +142,10 @@ def rehearse(
         experts.executor.mailbox[experts.executor.layout.done] = 1  # nobody asks, so that nobody is to wait
         costs = experts.prefill.costs
     progress(0, 1)
-    found = compile_all(work, progress)
+    try:
+        found = compile_all(work, progress)
+    except (RuntimeError, TritonError) as error:
+        raise BadConfig(f"kernels cannot be compiled for this GPU: {error}; serve with --device cpu") from error
     if experts is not None:
         experts.after_step()
         experts.prefill.follow(costs)  # there was nothing to learn
