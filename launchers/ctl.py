@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launchers.running import ServerProblem, ask, get
+from launchers.running import ServerProblem, asked, get
 
 USED = ("cached", "held", "kept")
 SIZES = {"pages": "page_bytes", "checkpoints": "checkpoint_slot_bytes"}
@@ -46,8 +46,8 @@ def cache(url: str, api_key: str, wanted: Mapping[str, int | bool | None], *, as
     if named.get("auto") and len(named) > 1:
         raise ServerProblem("--auto is for when the engine is to decide: name no number besides it")
     if named:
-        ask("POST", url, "/v1/cache", api_key, json=named, timeout=DIVIDING_SECONDS)
-    show(ask("GET", url, "/v1/cache", api_key, timeout=DIVIDING_SECONDS).json(), as_json=as_json)
+        asked("POST", url, "/v1/cache", api_key, json=named, timeout=DIVIDING_SECONDS)
+    show(asked("GET", url, "/v1/cache", api_key, timeout=DIVIDING_SECONDS), as_json=as_json)
     return 0
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx
@@ -65,7 +66,7 @@ def get(url: str, path: str, api_key: str = "", *, any_status: bool = False) -> 
         response = _exchange("GET", url, path, api_key)
         body = response.json()
     except ValueError as error:
-        raise ServerProblem(f"what answers at {url} is not ft: name the right address with --url") from error
+        raise not_ft(url) from error
     if not isinstance(body, dict) or (response.is_error and not any_status):
         words = words_of(response) or response.text[:200]
         raise ServerProblem(
@@ -93,6 +94,37 @@ def ask(
             or f"{url}{path} answered {response.status_code}: name the right address with --url http://HOST:PORT"
         )
     return response
+
+
+def asked(method: str, url: str, path: str, api_key: str = "", **more: Any) -> Told:
+    """As ``ask``: the JSON object of the answer."""
+    response = ask(method, url, path, api_key, **more)
+
+    def told(members: dict[str, Any]) -> Told:
+        return Told(members, url)
+
+    try:
+        body = json.loads(response.content, object_hook=told)
+    except ValueError as error:
+        raise not_ft(url) from error
+    if not isinstance(body, Told):
+        raise not_ft(url)
+    return body
+
+
+class Told(dict[str, Any]):
+    """An object of the answer that came from ``url``. What ft would have said and is not there raises ServerProblem."""
+
+    def __init__(self, members: dict[str, Any], url: str) -> None:
+        super().__init__(members)
+        self._url = url
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise not_ft(self._url)
+
+
+def not_ft(url: str) -> ServerProblem:
+    return ServerProblem(f"what answers at {url} is not ft: name the right address with --url http://HOST:PORT")
 
 
 def words_of(response: httpx.Response) -> str:

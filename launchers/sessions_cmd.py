@@ -6,17 +6,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from launchers.ctl import in_bytes
-from launchers.running import ServerProblem, ask
+from launchers.running import ServerProblem, Told, ask, asked, not_ft
 from sessions.store.words import why
 
 BAR = 16
@@ -55,7 +55,7 @@ class Sessions:
             table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
         for one in found:
             table.add_row(
-                one["id"][:12],
+                str(one["id"])[:12],
                 one["harness"],
                 f"{_span(time.time() - one['last_used'])} ago",
                 f"{one['requests']:,}",
@@ -67,7 +67,7 @@ class Sessions:
         return 0
 
     def show(self, name: str) -> int:
-        detail = self._get(f"/v1/sessions/{self._find(name)}").json()
+        detail = asked("GET", self.url, f"/v1/sessions/{self._find(name)}", self.api_key)
         if self.as_json:
             print(json.dumps(detail, indent=2, ensure_ascii=False))
             return 0
@@ -85,7 +85,7 @@ class Sessions:
 
     def export(self, name: str, file: Path) -> int:
         """``file`` is for the user alone: it holds the whole conversation. "-" is standard output."""
-        data = self._get(f"/v1/sessions/{self._find(name)}/export").content
+        data = ask("GET", self.url, f"/v1/sessions/{self._find(name)}/export", self.api_key).content
         if str(file) == "-":
             sys.stdout.buffer.write(data)
             return 0
@@ -103,7 +103,7 @@ class Sessions:
             data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         except OSError as error:
             raise ServerProblem(f"cannot read {file} ({why(error)}): name what `ft sessions export` wrote") from error
-        answer = ask("POST", self.url, "/v1/sessions/import", self.api_key, content=data, timeout=None).json()
+        answer = asked("POST", self.url, "/v1/sessions/import", self.api_key, content=data, timeout=None)
         return self._done(answer, f"session {answer['id']} is taken in")
 
     def pin(self, name: str) -> int:
@@ -114,30 +114,30 @@ class Sessions:
 
     def forget(self, name: str) -> int:
         session = self._find(name)
-        answer = ask("DELETE", self.url, f"/v1/sessions/{session}", self.api_key, timeout=None).json()
+        answer = asked("DELETE", self.url, f"/v1/sessions/{session}", self.api_key, timeout=None)
         return self._done(answer, f"session {session} is forgotten, with {answer['forgotten']:,.0f} pieces of state")
 
     def _pin(self, name: str, action: str, words: str) -> int:
         session = self._find(name)
-        answer = ask("POST", self.url, f"/v1/sessions/{session}/{action}", self.api_key).json()
+        answer = asked("POST", self.url, f"/v1/sessions/{session}/{action}", self.api_key)
         return self._done(answer, f"session {session} is {words}")
 
     def _done(self, answer: Any, words: str) -> int:
         print(json.dumps(answer, indent=2) if self.as_json else words)
         return 0
 
-    def _all(self) -> Any:
-        return self._get("/v1/sessions").json()["data"]
+    def _all(self) -> Sequence[Told]:
+        found = asked("GET", self.url, "/v1/sessions", self.api_key)["data"]
+        if not isinstance(found, list) or not all(isinstance(one, Told) for one in found):
+            raise not_ft(self.url)
+        return found
 
     def _find(self, name: str) -> str:
-        found = [one["id"] for one in self._all() if one["id"].startswith(name)] if name else []
+        found = [one["id"] for one in self._all() if str(one["id"]).startswith(name)] if name else []
         if len(found) != 1:
             how_many = f"{len(found)} sessions begin" if found else "no session begins"
             raise ServerProblem(f"{how_many} with {name!r}: see `ft sessions list`")
         return str(found[0])
-
-    def _get(self, path: str) -> httpx.Response:
-        return ask("GET", self.url, path, self.api_key)
 
 
 def timeline(requests: list[dict[str, Any]]) -> Table:

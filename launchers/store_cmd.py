@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launchers import ctl
-from launchers.running import DEFAULT_URL, ServerProblem, ask
+from launchers.running import DEFAULT_URL, ServerProblem, asked
 from sessions.store import fsck
 from sessions.store.config import StoreBusy, StoreConfig, StoreError
 from sessions.store.files import Files
@@ -141,13 +141,12 @@ class Store:
         url = self.url or DEFAULT_URL
         if self.url is None:
             try:
-                theirs = ask("GET", url, "/v1/store", self.api_key).json()["directory"]
+                theirs = asked("GET", url, "/v1/store", self.api_key)["directory"]
             except ServerProblem as problem:
                 raise ServerProblem(f"{busy}, and {problem}") from problem
             if Path(theirs) != self.directory.absolute():
                 raise ServerProblem(f"{busy}; the server at {url} has another: name the right one with --url")
-        answer: dict[str, Any] = ask(method, url, path, self.api_key, json=body, timeout=None).json()
-        return answer
+        return asked(method, url, path, self.api_key, json=body, timeout=None)
 
     def _busy(self) -> StoreBusy | None:
         """What says that another process has the store."""

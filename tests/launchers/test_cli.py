@@ -9,7 +9,7 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -435,6 +435,32 @@ def test_an_interruption_while_modules_are_loaded_is_quiet(monkeypatch: pytest.M
 
     monkeypatch.setattr("launchers.cli.main", interrupted)
     assert entry.main() == 130
+
+
+class Everything(dict[str, tuple[int, Any]]):
+    """One answer to whatever is asked."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def get(self, path: str, _: Any = None) -> tuple[int, Any]:
+        return 200, self._body
+
+
+@pytest.mark.parametrize("body", [b"<html>", [], None, {}, {"data": 3}, {"data": [{}]}])
+def test_what_is_not_ft_is_told_from_it(fake_server: FakeServer, tmp_path: Path, body: Any) -> None:
+    """As another program on the usual port is, which answers whatever it is asked."""
+    fake_server.answers = Everything(body)
+    (tmp_path / "session").write_text("{}")
+    commands = ["sessions list", "sessions show x", "sessions pin x", f"sessions import {tmp_path}/session"]
+    for command in [*commands, *(["ctl stats", "ctl cache"] if not isinstance(body, dict) else [])]:
+        with pytest.raises(ServerProblem, match="name the right address"):
+            run(command, fake_server.url)
+
+
+def run(command: str, url: str) -> None:
+    options = build_parser().parse_args([*command.split(), "--url", url])
+    options.handler(options, [])
 
 
 def test_a_reader_that_stops_reading_is_no_error() -> None:
