@@ -52,7 +52,7 @@ FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
     "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 4)),
-    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 3), Tile(256, 64, 128, 64, 8, 3)),
+    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 3), Tile(128, 32, 128, 64, 4, 3)),
     "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
 }
 """The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""

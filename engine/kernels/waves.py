@@ -21,9 +21,9 @@ MOVERS, PIECES = 128, 8
 """Programs that move experts within the device, and how many of them share one."""
 WORDS = 2048
 """That one of them moves at a time."""
-FETCHERS, FETCHED_WORDS, FETCH_WARPS = 8, 16384, 8
-"""Programs that fetch, what one of them moves at a time, and with how many warps: half a megabyte on its way keeps a
-link busy, and every program takes a multiprocessor from the products beside."""
+FETCHERS, FETCHED_WORDS, FETCH_WARPS = 32, 2048, 4
+"""Programs that fetch, what one of them moves at a time, and with how many warps: enough to keep a link busy, and each
+so small that it fits beside a program of a product."""
 SUMS = 1024
 _LONG = (1 << 62) - 1
 
