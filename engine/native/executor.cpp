@@ -11,7 +11,7 @@ namespace {
 constexpr std::int64_t kBlockBytes[] = {kBlock * kPanel * 2, kInt8Bytes, kMxfp4Bytes};
 
 // A worker looks for work this often, some milliseconds, before it sleeps: longer than a device's part of a layer.
-constexpr int kWorkerSpins = 40000;
+constexpr int kWorkerSpins = 100000;
 // The coordinator polls without rest for so many ns after a request, then naps, ever longer: what waits for it waits a
 // small part of the time that has gone by.
 constexpr std::int64_t kHot = 5'000'000, kLeastNap = 20'000, kMostNap = 1'000'000, kNapShare = 2000;
@@ -25,12 +25,11 @@ std::uint64_t load_line(const std::uint64_t* line) { return __atomic_load_n(line
 void store_line(std::uint64_t* line, std::uint64_t value) { __atomic_store_n(line, value, __ATOMIC_RELEASE); }
 
 // Every task is as long a stretch of memory as can be: processors bring ahead what is read in order. Of gate_up each
-// thread gets some tasks of the same size, as whoever is done early goes on with down. Down's become smaller towards the
-// end, where all should be done together, down to so many panels.
+// thread gets some of the same size, as whoever is done early goes on with down. Down's become smaller towards the end,
+// where all should be done together, down to a unit: so many panels of few groups, or of many.
 constexpr int kTasksPerThread = 4;
-constexpr int kLastShare = 2;
-constexpr std::int64_t kLeastPanels = 2;
-constexpr std::int64_t kGatheredBlocks = 4;
+constexpr std::int64_t kFewGroups = 4, kUnitOfFew = 2, kUnitOfMany = 4;
+constexpr std::int64_t kGatheredBlocks = 16;
 
 }  // namespace
 
@@ -49,7 +48,7 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
-      gate_ups_left_(new Left[spec.rows * spec.ranks * kMostParts]),
+      gate_ups_left_(new PartsLeft[spec.rows * spec.ranks]),
       downs_left_(new Left[spec.hidden / kPanel]),
       halves_(new std::atomic<bool>[spec.rows * spec.ranks * spec.inner / kBlock]),
       single_(products_, spec.hidden),
@@ -180,11 +179,11 @@ void Executor::make_tasks(std::int64_t rows) {
     }
   }
   for (std::int64_t i = 0; i < groups * spec_.inner / kBlock; ++i) halves_[i].store(false, std::memory_order_relaxed);
-  const std::int64_t units = ceil_div(panels(), kLeastPanels);
+  unit_ = groups < kFewGroups ? kUnitOfFew : kUnitOfMany;
+  const std::int64_t units = ceil_div(panels(), unit_);
   for (std::int64_t i = 0; i < units; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
   for (std::int64_t group = 0; group < groups; ++group) {
-    const std::int64_t left = (groups - group) * panels();
-    const std::int64_t share = std::max<std::int64_t>(1, left / (kLastShare * threads_.size()));
+    const std::int64_t share = std::max<std::int64_t>(1, (groups - group - 1) * panels() / threads_.size());
     add_tasks(Kind::down, group, 0, units, std::min(units, ceil_div(panels(), share)));
   }
 }
@@ -275,7 +274,7 @@ void Executor::put_inner(const Group& group, std::int64_t unit) {
 
 void Executor::down(const Task& task, std::int64_t layer) {
   const Group& group = groups_[task.of];
-  const std::int64_t begin = task.begin * kLeastPanels, end = std::min(panels(), task.end * kLeastPanels);
+  const std::int64_t begin = task.begin * unit_, end = std::min(panels(), task.end * unit_);
   for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
     wait_until([&] { return left_of(task.of, part).load(std::memory_order_acquire) == 0; });
     const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
@@ -292,9 +291,9 @@ void Executor::down(const Task& task, std::int64_t layer) {
   }
 }
 
-// The columns of kLeastPanels panels, once all groups have theirs.
+// The columns of a unit, once all groups have theirs.
 void Executor::combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const {
-  const std::int64_t begin = unit * kLeastPanels, end = std::min(panels(), begin + kLeastPanels);
+  const std::int64_t begin = unit * unit_, end = std::min(panels(), begin + unit_);
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t panel = begin; panel < end; ++panel) {
       float* sum = y + row * spec_.hidden + panel * kPanel;

@@ -67,7 +67,7 @@ class Executor {
     std::int64_t first;
     int size, place;
   };
-  // Blocks [begin, end) of a Gather, or panels of a group's part, or of kLeastPanels panels each of all its parts.
+  // Blocks [begin, end) of a Gather, or panels of a group's part, or units of all its parts.
   enum class Kind { gather, gate_up, down };
   struct Task {
     Kind kind;
@@ -81,6 +81,10 @@ class Executor {
   // What a task waits for, or the last one of which goes on; each in a cache line of its own.
   struct alignas(64) Left {
     std::atomic<std::int64_t> tasks{0};
+  };
+
+  struct alignas(64) PartsLeft {
+    std::atomic<std::int64_t> panels[kMostParts];
   };
 
   void compute(std::int64_t layer, std::int64_t rows, const float* x, const std::int32_t* plan, const float* weights,
@@ -100,7 +104,7 @@ class Executor {
                const char* panel, std::int64_t depth, bool fresh, float* c) const;
   const char* section(std::int64_t layer, const Group& group, std::int64_t part) const;
   std::atomic<std::int64_t>& left_of(std::int64_t group, std::int64_t part) const {
-    return gate_ups_left_[group * kMostParts + part].tasks;
+    return gate_ups_left_[group].panels[part];
   }
   std::int64_t panels() const { return spec_.hidden / kPanel; }
   std::int64_t width(std::int64_t part) const { return spec_.bounds[part + 1] - spec_.bounds[part]; }
@@ -124,12 +128,13 @@ class Executor {
   std::vector<Gather> gathers_;
   std::vector<Task> tasks_;
   Left gathers_left_;
-  std::unique_ptr<Left[]> gate_ups_left_;  // panels of a group's part
-  std::unique_ptr<Left[]> downs_left_;     // groups, by kLeastPanels panels
+  std::unique_ptr<PartsLeft[]> gate_ups_left_;  // panels of a group's parts
+  std::unique_ptr<Left[]> downs_left_;     // groups, by unit
   std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there
   Activations single_, gathered_, inner_;
   std::vector<float> activated_;  // [entry of the tile][inner / kBlock][size][kBlock]
   std::vector<float> outputs_;    // [entry of the tile][panel][size][kPanel]
+  std::int64_t unit_ = 1;  // panels of down that are computed together at the least
   std::int64_t parts_computed_ = 0;
 
   std::mutex error_mutex_;

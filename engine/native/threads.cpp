@@ -91,14 +91,6 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-// Each of them wakes two more: to wake one takes several microseconds, which the first would spend on all of them.
-void ThreadPool::wake_two() {
-  if (parked_.load() == 0) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  wake_.notify_one();
-  wake_.notify_one();
-}
-
 bool ThreadPool::wanted() const { return stopping_.load() || any_left(next_.load()); }
 
 void ThreadPool::drain(int thread) {
@@ -117,13 +109,10 @@ void ThreadPool::work(int thread) {
       pause();
     }
     if (!wanted()) {
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        parked_.fetch_add(1);
-        wake_.wait(lock, [&] { return wanted(); });
-        parked_.fetch_sub(1);
-      }
-      wake_two();
+      std::unique_lock<std::mutex> lock(mutex_);
+      parked_.fetch_add(1);
+      if (!wanted()) wake_.wait(lock);  // too late for this job, it looks for the next one before it sleeps again
+      parked_.fetch_sub(1);
     }
     if (any_left(next_.load(std::memory_order_acquire))) drain(thread);
   }
@@ -139,7 +128,10 @@ void ThreadPool::run_erased(std::int64_t tasks, Call call, const void* body) {
   body_ = body;
   left_.store(tasks, std::memory_order_relaxed);
   next_.store(static_cast<std::uint64_t>(tasks) << 32);
-  wake_two();
+  if (parked_.load() > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+  }
   drain(0);
   wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
 }

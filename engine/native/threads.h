@@ -71,7 +71,6 @@ class ThreadPool {
   void run_erased(std::int64_t tasks, Call call, const void* body);
   void work(int thread);
   void drain(int thread);
-  void wake_two();
   void stop();
   bool wanted() const;
 

@@ -105,6 +105,19 @@ def test_more_threads_than_processors(make_pool: MakePool, name: str) -> None:
     assert many.read() == pool.nbytes >> 20 << 20
 
 
+def test_threads_that_sleep_are_woken(make_pool: MakePool) -> None:
+    """Of those that wait for work, and the one that waits for a device."""
+    executor = Executor(make_pool("mxfp4", 128, 96), ROWS, RANKS, threads=6)
+    device = Device(executor)
+    x, plan, weights = request(executor.pool, 4)
+    y = executor.run(0, x, plan, weights)
+    for seconds in (0.0, 0.03, 0.1, 0.03):
+        time.sleep(seconds)
+        assert torch.equal(device.ask(0, x, plan, weights), y)
+        time.sleep(seconds)
+        assert torch.equal(executor.run(0, x, plan, weights), y)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_not_finite_stays_so(make_pool: MakePool, exact: bool) -> None:
     pool = make_pool("int8")
