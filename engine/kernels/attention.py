@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels.launch import LINE, begin, launch, prefetch, wait
+from engine.kernels.launch import begin, launch, wait
 from engine.kernels.pointwise import strides, warps
 from engine.layers.ops import Batch, Norm
 
@@ -77,26 +77,20 @@ def _ranges(
     q, k_pages, v_pages, segments, table, partial, highest, sums,
     first_row, count, width, splits, heads, kv_heads, head_dim, scale,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, LINE: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     begin()
     local, kv_head = tl.program_id(0), tl.program_id(1)
+    wait()
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     length = tl.where(sequence < 0, 0, position + 1)
-    size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
-    soon = tl.program_id(2) * size + tl.arange(0, SHORT_SPLIT)
-    pages = tl.load(table + sequence * width + soon // PAGE, mask=soon < length, other=0).to(tl.int64)
-    lines = ((pages * PAGE + soon % PAGE) * kv_heads + kv_head)[:, None] * head_dim
-    lines += tl.arange(0, DIM // LINE)[None, :] * LINE
-    prefetch(k_pages + lines)
-    prefetch(v_pages + lines)
-    wait()
     group = heads // kv_heads
     member, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     head = kv_head * group + member
     here = (member < group)[:, None] & (dim < head_dim)[None, :]
     at = (first_row + local).to(tl.int64) * heads + head
     queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
+    size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
     for split in range(tl.program_id(2), tl.cdiv(length, size), tl.num_programs(2)):
         origin = split * size
         best = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -137,8 +131,8 @@ def _combine(
     local, head = tl.program_id(0), tl.program_id(1)
     dim = tl.program_id(2) * DIM + tl.arange(0, DIM)
     here = dim < head_dim
-    sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     wait()
+    sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     ranges = tl.where(sequence < 0, 0, position // tl.where(position < SHORT, SHORT_SPLIT, SPLIT) + 1)
     base = ((local * heads + head) * splits).to(tl.int64)
     best, total = float("-inf"), 0.0
@@ -180,7 +174,6 @@ def attention(
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, TILE=tiling.tile, **sizes,
             GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-            LINE=min(dim, LINE // k_pages.element_size()),
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         launch(
@@ -250,17 +243,17 @@ def _qk_norm_rope(
 ):  # fmt: skip
     begin()
     row, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
+    wait()
     angle = angles + (tl.load(positions + row).to(tl.int64) * half + dim % half) * 2
     cos = tl.load(angle, mask=dim < 2 * half, other=0.0)
     sin = tl.load(angle + 1, mask=dim < 2 * half, other=0.0)
-    token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
-    wait()
     if head < heads:
         turned = _turned(q + row * q_row + head * q_head, q_norm, dim, head_dim, half, cos, sin, q_eps, q_offset)
         tl.store(out + (row * heads + head) * head_dim + dim, turned, mask=dim < head_dim)
     else:
         number = head - heads
         turned = _turned(k + row * k_row + number * k_head, k_norm, dim, head_dim, half, cos, sin, k_eps, k_offset)
+        token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
         here = dim < tl.where(token < 0, 0, head_dim)
         to = (token * kv_heads + number) * head_dim + dim
         tl.store(k_pages + to, turned.to(k_pages.dtype.element_ty), mask=here)

@@ -8,7 +8,7 @@ run side by side: pairs that share an expert share its read through the L2 cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -122,7 +122,7 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes:
 @triton.jit
 def _parts(address, present, WHOLE: tl.constexpr):
     """How many parts of a pair the device computes; WHOLE: all, if there is a slot."""
-    number = tl.load(address, mask=present, other=-1, cache_modifier=".cg")
+    number = tl.load(address, mask=present, other=-1)
     if WHOLE:
         number = tl.where(number >= 0, _EVERY, 0)
     return number
@@ -167,20 +167,13 @@ def _times_int8(words, x, groups, here, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _block_mxfp4(words, first, here, ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """ROWS rows of a tile from ``first`` on: words [groups, 4, ROWS], and scales [groups, ROWS]."""
-    octet, row = tl.arange(0, 4), first + tl.arange(0, ROWS)
+def _times_mxfp4(words, x, groups, here, EVEN: tl.constexpr):
+    """Products of a tile, summed over the eight k of a word: [groups, 4, 32 rows]."""
+    octet, row = tl.arange(0, 4), tl.arange(0, 32)
     at = octet[:, None] * 32 + row[None, :]
     data = _read(words[:, None, None] + (8 + at)[None, :, :], here[:, None, None], EVEN)
     scales = words.to(tl.pointer_type(tl.uint8))
-    return data, _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
-
-
-@triton.jit
-def _times_mxfp4(block, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the eight k of a word: [groups, 4, rows]."""
-    data, scale = block
-    octet = tl.arange(0, 4)
+    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
     total = tl.zeros(data.shape, tl.float32)
     base = x + (groups[:, None] * 32 + octet[None, :] * 8)
     for nibble in tl.static_range(4):
@@ -209,10 +202,10 @@ def _gate_up(
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
     wait()
-    begin()  # late: the next kernel finds its pairs and what was fetched for them before it waits itself
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair, cache_modifier=".cg")
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
     if part < parts:
         first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
@@ -239,8 +232,7 @@ def _gate_up(
                 if KIND == 1:
                     total += _times_int8(where, row_x, start + group, here, EVEN)
                 else:
-                    block = _block_mxfp4(where, 0, here, 32, EVEN)
-                    total += _times_mxfp4(block, row_x, start + group, here, EVEN)
+                    total += _times_mxfp4(where, row_x, start + group, here, EVEN)
             gates, ups = tl.split(tl.trans(tl.reshape(_added(total), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
@@ -253,9 +245,8 @@ def _down(
 ):  # fmt: skip
     begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
-    if KIND < 2:
-        wait()
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair, cache_modifier=".cg")
+    wait()
+    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
     if parts > 0:
         blob = slots + slot.to(tl.int64) * stride_words
         row_h = h + pair.to(tl.int64) * inner
@@ -285,15 +276,12 @@ def _down(
             elif KIND == 1:
                 total += _times_int8(where, row_h, group, here, EVEN)
             else:
-                tile = _block_mxfp4(where, 0, here, 32, EVEN)
-                wait()  # for h; blobs come in before
-                total += _times_mxfp4(tile, row_h, group, here, EVEN)
+                total += _times_mxfp4(where, row_h, group, here, EVEN)
         if KIND == 0:
             tl.store(base + column, _added(lower))
             tl.store(base + 16 + column, _added(upper))
         else:
             tl.store(base + tl.arange(0, 32), _added(total))
-    wait()
 
 
 def gate_up(
@@ -339,34 +327,6 @@ def _padded(layout: Layout) -> tuple[list[int], list[int]]:
     missing = MOST_PARTS - layout.parts
     offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
     return [*layout.bounds] + [layout.inner] * missing, offsets
-
-
-@triton.jit
-def chosen(pairs, column, PAIRS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """Of down of all pairs of a row, for columns in the half of a panel: their tile, and of its groups: weights, where
-    they are in ``h`` [k, inner], and which are there."""
-    _, slots, ids, weights, ranks, stride_words, hidden, groups, bounds, offsets = pairs
-    at = tl.arange(0, PAIRS * GROUPS)
-    pair, group = at // GROUPS, at % GROUPS
-    slot = tl.load(ids + pair, mask=pair < ranks, other=-1, cache_modifier=".cg")
-    here = (slot >= 0) & (group < groups)
-    b1, b2, b3, b4 = bounds
-    o0, o1, o2, o3 = offsets
-    first = tl.where(group < b1, 0, tl.where(group < b2, b1, tl.where(group < b3, b2, b3)))
-    end = tl.where(group < b1, b1, tl.where(group < b2, b2, tl.where(group < b3, b3, b4)))
-    offset = tl.where(group < b1, o0, tl.where(group < b2, o1, tl.where(group < b3, o2, o3)))
-    wide = end - first
-    block = 2 * wide * (hidden // 32) + column // 32 * wide + group - first
-    words = tl.multiple_of(slots + slot.to(tl.int64) * stride_words + (offset + block * WORDS), 16)
-    tile = _block_mxfp4(words, tl.multiple_of(column % 32, 16), here, 16, False)
-    return tile, tl.load(weights + pair, mask=here, other=0.0), pair * groups + group, here
-
-
-@triton.jit
-def mixed(pairs, chosen):
-    """Their down, added up with their weights."""
-    tile, weights, groups, here = chosen
-    return _added(_times_mxfp4(tile, pairs[0], groups, here, False) * weights[:, None, None])
 
 
 @triton.jit
@@ -418,33 +378,6 @@ class Sums:
     @property
     def cpu_y(self) -> int:
         return 0 if self.layout is None else self.mailbox + self.layout.y
-
-
-MIXED = "mxfp4"
-"""The format that ``Pairs`` are for."""
-
-
-@dataclass(frozen=True)
-class Pairs(Sums):
-    """What is there of one row's before down: ``out`` is what ``gate_up`` gave, [1, k, inner]; all parts of the pairs
-    are in ``slots``, as ``gate_up`` takes them. Who adds them up comes right after ``gate_up``."""
-
-    slots: Tensor = field(kw_only=True)
-    experts: Layout = field(kw_only=True)
-
-    def arguments(self) -> tuple[object, ...]:
-        layout, slot, (bounds, offsets) = self.experts, self.decision.slot, _padded(self.experts)
-        return (
-            self.out, self.slots.view(torch.int32), slot, self.weights, slot.shape[1], self.slots.shape[1] // 4,
-            layout.hidden, layout.inner // BLOCK, tuple(bound // BLOCK for bound in bounds[1:]), tuple(offsets),
-        )  # fmt: skip
-
-    def constants(self) -> dict[str, int]:
-        ranks, groups = self.decision.slot.shape[1], self.experts.inner // BLOCK
-        return {
-            "PAIRS": triton.next_power_of_2(ranks), "GROUPS": triton.next_power_of_2(groups),
-            "WORDS": self.experts.format.block_bytes // 4,
-        }  # fmt: skip
 
 
 def combine(

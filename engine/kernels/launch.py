@@ -5,9 +5,8 @@ bring in what no kernel writes (weights), while the kernel before still runs. Be
 for as much as the work itself. The order of reads and writes stays as without it, by these rules:
 
 * a kernel for ``launch`` calls ``begin`` first, and ``wait`` before it touches anything but weights and a batch's
-  segments, positions and page table, which no kernel writes, in all its programs: it cannot end before those ahead of
-  it have, so that one ``wait`` waits for all of them. What it only asks for ahead may be anything;
-* a kernel that calls ``begin`` right after ``wait`` lets the one behind it read at once what was written before it;
+  segments, which no kernel writes, in all its programs: it cannot end before those ahead of it have, so that one
+  ``wait`` waits for all of them. What it only asks for ahead may be anything;
 * what is not a kernel (copies, memory operations of the stream) and kernels of others order themselves; only a kernel
   right after a memory operation says ``early=False``.
 """

@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.experts.layout import HALF
-from engine.kernels.experts import Pairs, Sums, chosen, mixed, routed
+from engine.kernels.experts import Sums, routed
 from engine.kernels.launch import LINE, begin, launch, prefetch, wait
 from engine.kernels.limits import shared_memory
 from engine.kernels.pointwise import sigmoid, strides
@@ -48,15 +47,9 @@ STAGES, ROOM = 3, 200 << 10
 has fewer rows."""
 AHEAD = 2048
 """Lines of its weights that a program asks for before it waits for the kernels ahead, at the most."""
-WIDEST, TILE, WARPS, PAIR_WARPS = 8192, 32 << 10, 8, 16
-"""Of one row: inputs at the most; bytes of weights that a program has at work and as many on their way, by so many
-warps; and warps where it also computes routed experts."""
-FOLLOWING = 128 << 10
-"""Bytes of weights behind the first block that a program of one row asks for before it waits, at the most."""
-EVENLY = 128
-"""Programs that there are at least, if there are as many outputs."""
-ROLL = False
-NO_PAIRS = {"PAIRS": 0, "GROUPS": 0, "WORDS": 0}
+OUTPUTS, WIDEST, SHARE = 8, 8192, 512
+"""Of one row: outputs of a program; inputs at the most; and how many of these a warp has. Reads of many small programs
+keep memory busier than those of few that go on."""
 
 
 EVEN = 8
@@ -78,16 +71,23 @@ def pack(weight: Tensor) -> DeviceWeight:
 
 
 @triton.jit
-def _inputs(x, gate, norm, row, k, here, offset, KIND: tl.constexpr, HEAD: tl.constexpr):
+def _factor(norm, k, here, offset, KIND: tl.constexpr, HEAD: tl.constexpr):
+    """A norm's weights."""
+    factor = 1.0
+    if KIND == NORM:
+        factor = offset + tl.load(norm + k, mask=here, other=0.0)
+    if KIND == GATED_NORM:
+        factor = tl.load(norm + k % HEAD, mask=here, other=0.0)
+    return factor
+
+
+@triton.jit
+def _inputs(x, gate, factor, row, k, here, KIND: tl.constexpr, HEAD: tl.constexpr):
     """Activations as they meet the weight, norms without the scale; and as they come."""
     x, x_row = x
     gate, gate_row, gate_head = gate
     plain = tl.load(x + row * x_row + k, mask=here, other=0.0)
-    values = plain
-    if KIND == NORM:
-        values *= offset + tl.load(norm + k, mask=here, other=0.0)
-    if KIND == GATED_NORM:
-        values *= tl.load(norm + k % HEAD, mask=here, other=0.0)
+    values = plain * factor
     if KIND >= GATED_NORM:
         gates = tl.load(gate + row * gate_row + k // HEAD * gate_head + k % HEAD, mask=here, other=0.0)
         values *= sigmoid(gates)
@@ -101,7 +101,7 @@ def _factors(
     x, gate, norm, row, k, here, eps, offset, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """[chunks, chunk, rows]: what meets the weight, as the sum of two of its type; and each row's sum of squares."""
-    values, plain = _inputs(x, gate, norm, row, k, here, offset, KIND, HEAD)
+    values, plain = _inputs(x, gate, _factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD)
     squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
     if KIND == GATED_NORM:
         shape: tl.constexpr = values.shape
@@ -202,41 +202,32 @@ def _linear(
     if NORMED:
         k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
         inside = (k < inner) & present[None, :]
-        values, _ = _inputs(x, gate, norm, row[None, :], k, inside, offset, KIND, HEAD)
+        factor = _factor(norm, k, inside, offset, KIND, HEAD)
+        values, _ = _inputs(x, gate, factor, row[None, :], k, inside, KIND, HEAD)
         scales = (1.0 / tl.sqrt(squares / inner + eps))[None, :]
         tl.store(normed + row[None, :] * inner + k, values * scales, mask=inside)
 
 
 @triton.jit
-def _block(weight, block, end, columns, inner, BLOCK: tl.constexpr, INNER: tl.constexpr):
-    """Weights of a block of outputs; zeros from block ``end`` on."""
-    column, k = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, INNER)
-    here = (column < tl.where(block < end, columns, 0))[:, None] & (k < inner)[None, :]
-    return tl.load(weight + column[:, None].to(tl.int64) * inner + k[None, :], mask=here, other=0.0)
-
-
-@triton.jit
 def _row(
-    x, gate, norm, weight, after, pairs, conv, out, normed, columns, inner, blocks, eps, offset,
+    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
-    NORMED: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, AHEAD: tl.constexpr, STEP: tl.constexpr,
-    ROLL: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr,
+    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     begin()
-    first = tl.program_id(0) * blocks
-    end = tl.minimum(first + blocks, tl.cdiv(columns, BLOCK))
-    tile = _block(weight, first, end, columns, inner, BLOCK, INNER)
-    k, last = tl.arange(0, INNER), (0 * first + columns).to(tl.int64) * inner - 1
-    lines = (first + 1).to(tl.int64) * BLOCK * inner + tl.arange(0, AHEAD) * STEP
-    prefetch(weight + tl.minimum(lines, last))
-    row, channel = tl.arange(0, 1), first * BLOCK + tl.arange(0, CHANNELS)
-    if PAIRS:
-        picked = chosen(pairs, first * BLOCK, PAIRS, GROUPS, WORDS)
+    row, k, column = tl.arange(0, 1), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, here = k < inner, column < columns
+    at = column[:, None].to(tl.int64) * inner + k[None, :]
+    tile = tl.load(weight + at, mask=here[:, None] & inside[None, :], other=0.0)
+    factor = _factor(norm, k, inside, offset, KIND, HEAD)
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
     wait()
-    values, plain = _inputs(x, gate, norm, 0, k, k < inner, offset, KIND, HEAD)
+    beside = _beside(after, row, column, row < 1, here, columns, BIAS, BASE, RANKS, WHOLE, WITH_CPU)
+    if WIDTH:
+        past = window(conv, live, column, columns, row, WIDTH)
+    values, plain = _inputs(x, gate, factor, 0, k, inside, KIND, HEAD)
     scale = 1.0
     if KIND == NORM:
         scale = 1.0 / tl.sqrt(tl.sum(plain * plain) / inner + eps)
@@ -244,30 +235,12 @@ def _row(
         heads = tl.reshape(plain * plain, (INNER // HEAD, HEAD))
         scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
         values *= tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
+    total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * scale
+    tl.store(out + column, _finished(total, beside, BIAS, BASE, RANKS), mask=here)
     if WIDTH:
-        past = window(conv, live, channel, end * BLOCK, row, WIDTH)
-    if PAIRS:
-        experts = mixed(pairs, picked)
-    for block in range(first, end):
-        following = _block(weight, block + 1, end, columns, inner, BLOCK, INNER)
-        if ROLL:
-            more = tl.arange(0, BLOCK * INNER // STEP) * STEP
-            more += AHEAD * STEP + (first * 0 + block + 1).to(tl.int64) * BLOCK * inner
-            prefetch(weight + tl.minimum(more, last))
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        here = column < columns
-        beside = _beside(after, row, column, row < 1, here, columns, BIAS, BASE, RANKS, WHOLE, WITH_CPU)
-        total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * scale
-        if PAIRS:
-            total = total * sigmoid(tl.load(after[7])) + experts
-        total = _finished(total, beside, BIAS, BASE, RANKS)
-        tl.store(out + column, total, mask=here)
-        tile = following
-    if WIDTH:
-        slide(out, conv, live, channel, end * BLOCK, row, columns, past, WIDTH)
+        slide(out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
-        mine = k // NORMED == tl.program_id(0)
-        tl.store(normed + k, values * scale, mask=mine & (k < inner))
+        tl.store(normed + k, values * scale, mask=inside & (k // NORMED == tl.program_id(0)))
 
 
 @dataclass(frozen=True)
@@ -325,74 +298,51 @@ def linear(
     out = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    gates, chunk, few = x if gate is None else gate, _chunk(weight.matrix), group(x.device)
+    gates, size = x if gate is None else gate, weight.matrix.element_size()
+    inputs = (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, weight.matrix
+    past, to = 0 if conv is None else _window(conv), out if normed is None else normed
+    after = _after(out, bias, base, shared), past, out, to
+    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    options = {
+        "KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2], "BIAS": bias is not None,
+        "BASE": base is not None, **_with(shared), **_through(conv),
+        "early": shared is None or shared.sums.layout is None,
+    }  # fmt: skip
     if rows == 1 and inner <= WIDEST:
-        _one_row(x, weight.matrix, out, bias, kind, gates, norm, normed, base, shared, conv)
+        width = triton.next_power_of_2(inner)
+        block = max(1, min(OUTPUTS, width // 256) * 2 // size)
+        programs = triton.cdiv(columns, block)
+        launch(
+            _row, (programs,), *inputs, *after, columns, inner, eps, offset,
+            BLOCK=block, INNER=width, NORMED=0 if normed is None else triton.cdiv(inner, programs),
+            num_warps=max(1, width // SHARE), **options,
+        )  # fmt: skip
         return out
+    chunk, few = _chunk(weight.matrix), group(x.device)
     groups, total = triton.cdiv(rows, few), triton.cdiv(columns, BLOCK)
     blocks = triton.cdiv(total * groups, PROGRAMS)
-    programs, parts, size = triton.cdiv(total, blocks), triton.cdiv(inner, chunk * CHUNKS), weight.matrix.element_size()
+    programs, parts = triton.cdiv(total, blocks), triton.cdiv(inner, chunk * CHUNKS)
     launch(
-        _linear, (programs, groups),
-        (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, weight.matrix,
-        _after(out, bias, base, shared), 0 if conv is None else _window(conv), out, out if normed is None else normed,
-        rows, columns, inner, blocks, parts, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
-        KIND=kind.value, HEAD=inner if gate is None or gate.dim() == 2 else gate.shape[2], BIAS=bias is not None,
-        BASE=base is not None, NORMED=0 if normed is None else triton.next_power_of_2(triton.cdiv(inner, programs)),
+        _linear, (programs, groups), *inputs, *after, rows, columns, inner, blocks, parts, eps, offset,
+        NORMED=0 if normed is None else triton.next_power_of_2(triton.cdiv(inner, programs)),
         FEW=few, CHANNELS=triton.next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
         AHEAD=triton.next_power_of_2(min(AHEAD, triton.cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
-        **_with(shared), **_through(conv), num_warps=CHUNKS,
-        num_stages=STAGES if size == 2 and few == GROUP else 1,
-        early=_early(shared),
+        num_warps=CHUNKS, num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
     )  # fmt: skip
     return out
-
-
-def _one_row(
-    x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None, kind: tl.constexpr, gates: Tensor, norm: Norm | None,
-    normed: Tensor | None, base: Tensor | None, shared: Shared | None, conv: Conv | None,
-) -> None:  # fmt: skip
-    (columns, inner), size = matrix.shape, matrix.element_size()
-    pairs = shared.sums if shared is not None and isinstance(shared.sums, Pairs) else None
-    across = triton.next_power_of_2(inner)
-    block = max(1, min(TILE // (across * size), 1 << (columns // EVENLY).bit_length() >> 1)) if pairs is None else HALF
-    total = triton.cdiv(columns, block)
-    blocks = 1 if total <= 2 * PROGRAMS or pairs is not None else triton.cdiv(total, PROGRAMS)
-    programs = triton.cdiv(total, blocks)
-    following = min(FOLLOWING, (blocks - 1) * block * inner * size)
-    launch(
-        _row, (programs,),
-        (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, matrix,
-        _after(out, bias, base, shared), 0 if pairs is None else pairs.arguments(),
-        0 if conv is None else _window(conv), out, out if normed is None else normed, columns, inner, blocks,
-        0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
-        KIND=kind.value, HEAD=inner if gates.dim() == 2 else gates.shape[2], BIAS=bias is not None,
-        BASE=base is not None, CHANNELS=triton.next_power_of_2(blocks * block),
-        NORMED=0 if normed is None else triton.cdiv(inner, programs), BLOCK=block, INNER=across,
-        AHEAD=triton.next_power_of_2(max(1, following // LINE)), STEP=LINE // size, ROLL=ROLL and blocks > 1,
-        **_with(shared), **_through(conv), **(NO_PAIRS if pairs is None else pairs.constants()),
-        num_warps=WARPS if pairs is None else PAIR_WARPS, early=_early(shared),
-    )  # fmt: skip
-
-
-def _early(shared: Shared | None) -> bool:
-    """Whether what comes before is a kernel that can let this one in, no memory operation."""
-    return shared is None or isinstance(shared.sums, Pairs) or shared.sums.layout is None
 
 
 def _after(out: Tensor, bias: Tensor | None, base: Tensor | None, shared: Shared | None) -> tuple[Tensor | int, ...]:
     first = (out if bias is None else bias, out if base is None else base)
     if shared is None:
         return (*first, out, out, out, out, 0, out, 0)
-    if isinstance(shared.sums, Pairs):
-        return (*first, out, out, out, out, 0, shared.gate, 0)
     sums, decision = shared.sums, shared.sums.decision
     pairs = (sums.out, sums.weights, decision.gpu_parts, decision.counts, sums.cpu_y)
     return (*first, *pairs, shared.gate, shared.gate.stride(0))
 
 
 def _with(shared: Shared | None) -> dict[str, int]:
-    if shared is None or isinstance(shared.sums, Pairs):
+    if shared is None:
         return {"RANKS": 0, "WHOLE": False, "WITH_CPU": False}
     sums = shared.sums
     return {"RANKS": sums.out.shape[1], "WHOLE": sums.whole, "WITH_CPU": sums.layout is not None}

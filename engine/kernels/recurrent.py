@@ -150,8 +150,8 @@ def _gated_delta(
     cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
     lines = tl.program_id(2) * VALUES + tl.arange(0, VALUES // LINE) * LINE
     prefetch(states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + lines[None, :])
-    first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     wait()
+    first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     memory = tl.load(cells, mask=here, other=0.0)
     for step in range(rows):
         row = (first + step).to(tl.int64)

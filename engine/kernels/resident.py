@@ -11,14 +11,13 @@ from engine.experts.layout import ExpertFormat, Layout
 from engine.experts.residency import Decision
 from engine.kernels import experts as kernels
 from engine.kernels import grouped
-from engine.kernels.experts import MIXED, Pairs, Sums
+from engine.kernels.experts import Sums
 from engine.kernels.linear import ROWS
 
 if TYPE_CHECKING:
     from engine.experts.pool import Pool
 
 _ALIGNMENT = 256
-FUSED = True
 
 
 class ResidentExperts:
@@ -54,30 +53,17 @@ class ResidentExperts:
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         if x.shape[0] > ROWS:
             return grouped.experts(x, ids, weights, *self._layers[layer])
-        y, sums = torch.empty_like(x), self._sums(x, ids, weights, layer)
+        y, sums = torch.empty_like(x), self.sums(x, ids, weights, layer)
         if x.shape[0]:
             kernels.combine(sums.out, weights, sums.decision, y, whole=True)
         return y
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
-        """All of ``run`` but the last step."""
+        """All of ``run`` but the sum."""
         layout, slots = self._layers[layer]
-        if not FUSED or x.shape[0] != 1 or layout.format.name != MIXED:
-            return self._sums(x, ids, weights, layer)
-        inner = x.new_empty(*ids.shape, layout.inner)
-        kernels.gate_up(x, slots, _whole(ids), layout, inner, whole=True)
-        return Pairs(inner, weights, _whole(ids), whole=True, slots=slots, experts=layout)
-
-    def _sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
-        layout, slots = self._layers[layer]
-        decision = _whole(ids)
+        decision = Decision(slot=ids, gpu_parts=ids, plan=ids, fetch=ids, counts=ids)  # nothing to fetch, no CPU
         inner, out = x.new_empty(*ids.shape, layout.inner), x.new_empty(*ids.shape, layout.hidden)
         if x.shape[0]:
             kernels.gate_up(x, slots, decision, layout, inner, whole=True)
             kernels.down(inner, slots, decision, layout, out, whole=True)
         return Sums(out, weights, decision, whole=True)
-
-
-def _whole(ids: Tensor) -> Decision:
-    """Nothing to fetch, no CPU."""
-    return Decision(slot=ids, gpu_parts=ids, plan=ids, fetch=ids, counts=ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections import Counter
 from dataclasses import fields
 from types import ModuleType
@@ -27,6 +26,7 @@ from engine.runner import make_cache
 from tests.gpu.test_device_ops import DEVICE, Draws, compare, make_batch
 
 MODULES = (attention, experts, linear, pointwise, recurrent)
+LAYOUT = Layout(FORMATS["int8"], 64, 32)
 
 
 @pytest.mark.parametrize("inner", [200, 300])
@@ -95,26 +95,24 @@ def test_qk_norm_rope() -> None:
     compare(run)
 
 
-def with_experts(ops: Ops, draw: Draws, layout: Layout) -> tuple[Ops, object]:
+def with_experts(ops: Ops, draw: Draws) -> tuple[Ops, object]:
     """Weights that the format holds exactly."""
-    blob, held, inner, hidden = torch.empty(layout.nbytes, dtype=torch.uint8), [], layout.inner, layout.hidden
+    blob, held = torch.empty(LAYOUT.nbytes, dtype=torch.uint8), []
     for _ in range(5):
-        layout.encode(draw(2 * inner, hidden) * 0.1, draw(hidden, inner) * 0.1, blob)
-        held.append(layout.decode(blob))
+        LAYOUT.encode(draw(64, 64) * 0.1, draw(64, 32) * 0.1, blob)
+        held.append(LAYOUT.decode(blob))
     if not isinstance(ops, ReferenceOps):
-        ops = DeviceOps(ResidentExperts(layout.format, CPU), CPU)
+        ops = DeviceOps(ResidentExperts(LAYOUT.format, CPU), CPU)
     return ops, ops.pack_experts(*(torch.stack(each) for each in zip(*held, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("name", "inner", "rows"), [("int8", 32, 1), ("int8", 32, 3), ("mxfp4", 32, 1), ("mxfp4", 160, 1), ("mxfp4", 32, 3)]
-)
-def test_shared_experts(name: str, inner: int, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_shared_experts(rows: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(rows)
-        ops, packed = with_experts(ops, draw, Layout(FORMATS[name], 64, inner))
+        ops, packed = with_experts(ops, draw)
         x, wide, down = draw(rows, 64), draw(rows, 100), ops.pack(draw(64, 32))
-        ids, weights = draw(rows, 5).argsort(dim=1)[:, :3].int().contiguous(), draw(rows, 3)
+        ids, weights = draw(rows, 5).argsort(dim=1)[:, :2].int().contiguous(), draw(rows, 2)
         gate_up, gate = wide[:, 3:67], wide[:, 99:]
         return (
             ops.add_shared_experts(draw(rows, 64), x, ids, weights, packed, gate_up, gate, down),
@@ -150,9 +148,7 @@ def kernels(module: ModuleType) -> list[ast.FunctionDef]:
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
 
 
-LATE, BEHIND_LATE = {"_gate_up"}, "_down"
-"""Who lets the next one in when all before itself has ended, and who may read that at once for coming behind."""
-READ_ONLY = {"segments", "table", "positions", "angle"}
+EARLY = "slot = tl.load(segments +", "tile = tl.load(weight +"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -160,12 +156,10 @@ def test_before_they_wait_kernels_touch_nothing_but_weights_and_segments(module:
     assert kernels(module)
     for kernel in kernels(module):
         lines = [ast.unparse(statement) for statement in kernel.body]
-        place = lines.index("wait()")
-        assert lines[place + 1] == "begin()" if kernel.name in LATE else lines[0] == "begin()", kernel.name
-        early = "\n".join(lines[:place])
-        if kernel.name != BEHIND_LATE:
-            assert "tl.store" not in early and "atomic" not in early, kernel.name
-            assert set(re.findall(r"tl\.load\((\w+)", early)) <= READ_ONLY, kernel.name
+        first, place = lines[0], lines.index("wait()")
+        assert first == "begin()", kernel.name
+        early = [line for line in lines[:place] if "tl.load" in line or "tl.store" in line or "atomic" in line]
+        assert all(line.startswith(EARLY) for line in early), kernel.name
 
 
 class Sizes(RandomSource):
@@ -185,17 +179,16 @@ class Somewhere(ResidentExperts):
         return len(self._layers) - 1
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_decode_step_is_so_many_kernels(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_a_decode_step_is_so_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight for a layer of Gated DeltaNet, ten for one of attention, one for the head: each costs about a microsecond
-    besides its work. One less in each layer for one row."""
+    besides its work."""
     meta, names = torch.device("meta"), Counter[str]()
     for module in MODULES:
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: names.update([kernel.__name__]))
     ops = DeviceOps(Somewhere(FORMATS["mxfp4"], meta), meta)
     model = Qwen35Moe(qwen36(4), Loader(Sizes(), ops, meta), PAGE, lambda *_: None)
     cache = make_cache(model.manifest, torch.bfloat16, 4, 4, meta)
-    batch = make_batch([(1, 70, 1), (1, 9, 2)][:rows])
+    batch = make_batch([(1, 70, 1), (1, 9, 2)])
     moved = {field.name: getattr(batch, field.name).to(meta) for field in fields(batch)}
-    model.forward(Batch(**moved | {"logit_rows": torch.empty(rows, dtype=torch.int64, device=meta)}), cache)
-    assert names.total() == 3 * 8 + 10 + 1 - 4 * (rows == 1), names
+    model.forward(Batch(**moved | {"logit_rows": torch.empty(2, dtype=torch.int64, device=meta)}), cache)
+    assert names.total() == 3 * 8 + 10 + 1, names
