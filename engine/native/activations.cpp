@@ -41,13 +41,13 @@ void Activations::put(std::int64_t first, int size, int row, std::int64_t column
     return;
   }
   const int words = products_->words;
-  const bool tiled = size >= products_->tiled;
+  const bool tiled = size >= products_->tiled, as_split = size == 1 && !tiled;
   for (std::int64_t k = 0; k < count; k += kBlock) {
     const std::int64_t block = at / kBlock + k / kBlock * size;
     std::int32_t* target = words_.data() + block * kBlock / 4 * words;
     std::int32_t split[kBlock / 4 * kMostWords];
-    products_->split(values + k, size == 1 ? target : split, &values_[block + row], &starts_[(block + row) * 2]);
-    for (int quad = 0; quad < kBlock / 4 && size > 1; ++quad) {
+    products_->split(values + k, as_split ? target : split, &values_[block + row], &starts_[(block + row) * 2]);
+    for (int quad = 0; quad < kBlock / 4 && !as_split; ++quad) {
       for (int word = 0; word < words; ++word) {
         target[tiled ? (word * size + row) * kBlock / 4 + quad : (quad * size + row) * words + word] =
             split[quad * words + word];

@@ -12,7 +12,7 @@ constexpr std::int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3
 // What the AMX unit does, so that what is common to both is tested on every machine.
 class Tiles {
  public:
-  static constexpr int rows = 16, from = 2;
+  static constexpr int rows = 16, from = 1;
 
   explicit Tiles(int count) : count_(count) {}
 
@@ -42,20 +42,11 @@ struct Parts {
 template <bool kExact>
 struct Scalar {
   static constexpr bool exact = kExact;
-  static constexpr int words = kExact ? 3 : 2, parts = 1;
+  static constexpr int words = kExact ? 3 : 2;
   static constexpr std::int32_t offset = 0;
   static constexpr auto pack = pack_bytes<kExact>;
   using Sum = Parts;
-  using Quad = const std::int8_t[4];
 
-  static Sum start(const std::int32_t*) { return {0, 0}; }
-  static void add_quad(Sum& sum, Quad& w, const std::int32_t* x) {
-    const std::int8_t* digits = reinterpret_cast<const std::int8_t*>(x);
-    for (int i = 0; i < 4; ++i) {
-      sum.high += w[i] * (256 * digits[i] + digits[4 + i]);
-      if (kExact) sum.low += w[i] * digits[8 + i];
-    }
-  }
   static Sum loaded(const std::int32_t* sum, int stride) {
     return {256 * sum[0] + sum[stride], kExact ? sum[2 * stride] : 0};
   }
@@ -68,17 +59,10 @@ struct Scalar {
 template <bool kExact>
 struct Int8 : Scalar<kExact> {
   static constexpr std::int64_t bytes = ft::kInt8Bytes, codes = 2 * ft::kBlock;
-  static constexpr int steps = 8, quads = 1;
   static constexpr float factor = 1.0f;
 
   static const std::int8_t* signed_bytes(const char* block, std::int8_t*) {
     return reinterpret_cast<const std::int8_t*>(block) + codes;
-  }
-  static Words load(const char* codes, int step) { return load_words(codes + step * 4 * ft::kBlock); }
-  static void add(Parts& sum, Words w, const std::int32_t* x, int) {
-    std::int8_t weights[4];
-    __builtin_memcpy(weights, &w.v, 4);
-    Scalar<kExact>::add_quad(sum, weights, x);
   }
   static Vec scale(const char* block, int row) {
     return widen_half(reinterpret_cast<const std::uint16_t*>(block) + row);
@@ -88,7 +72,6 @@ struct Int8 : Scalar<kExact> {
 template <bool kExact>
 struct Mxfp4 : Scalar<kExact> {
   static constexpr std::int64_t bytes = ft::kMxfp4Bytes, codes = ft::kBlock;
-  static constexpr int steps = 4, quads = 2;
   static constexpr float factor = 0.5f;
 
   static const std::int8_t* signed_bytes(const char* block, std::int8_t* room) {
@@ -98,14 +81,6 @@ struct Mxfp4 : Scalar<kExact> {
       room[octet * 256 + 128 + within] = kDoubledE2m1[block[codes + i] >> 4 & 15];
     }
     return room;
-  }
-  static Words load(const char* codes, int step) { return load_words(codes + step * 4 * ft::kBlock); }
-  static void add(Parts& sum, Words w, const std::int32_t* x, int stride) {
-    for (int half = 0; half < 2; ++half) {
-      std::int8_t weights[4];
-      for (int i = 0; i < 4; ++i) weights[i] = kDoubledE2m1[w.v >> (8 * i + 4 * half) & 15];
-      Scalar<kExact>::add_quad(sum, weights, x + half * stride);
-    }
   }
   static Vec scale(const char* block, int row) {
     return widen_exponent(reinterpret_cast<const std::uint8_t*>(block) + row);

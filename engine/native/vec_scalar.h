@@ -46,15 +46,6 @@ inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   high.v = from_bits(static_cast<std::uint32_t>(p[1]) << 16);
 }
 
-// Codes of quantised weights, one 32-bit word of four bytes or eight nibbles.
-struct Words {
-  std::uint32_t v;
-};
-inline Words load_words(const void* p) {
-  Words w;
-  __builtin_memcpy(&w.v, p, sizeof w.v);
-  return w;
-}
 inline Vec widen_half(const std::uint16_t* p) {
   const std::uint32_t sign = static_cast<std::uint32_t>(*p & 0x8000) << 16, magnitude = *p & 0x7fff;
   if (magnitude < 0x400) {  // denormal
