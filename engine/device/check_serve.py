@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from engine.device.served import LAYERS, Served, model_config, prompt, report, r
 from engine.device.watchdog import Watchdog
 from engine.experts.executor import ExecutorError
 from engine.kernels.ops import DeviceOps
+from engine.native.library import core_cpus
 from engine.pace import HELD
 
 PROMPTS = {"first": 600, "second": 40, "third": 9, "long": 5}
@@ -138,6 +140,18 @@ def converse_alone(made: Served, vocab: int, graphs: Graphs) -> float:
     report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
     report("graphs; bytes of the device that they took", f"{stats['graphs']:.0f}; {stats['graph_bytes'] / 1e6:.0f} MB")
     return sum(steps) / count
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This thread stays on the core that executors leave to Python: on others of a shared host it may have half the
+    speed, and wandering it finds its caches cold."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core_cpus()[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def turns(made: Served, vocab: int, alone: float) -> None:
@@ -249,7 +263,8 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
         where = some if elastic else {"device": "cuda"}
         graphs = Graphs()
         with graphs.made(), served(folder, machine, **where, **mode) as made:
-            alone = converse_alone(made, vocab, graphs)
+            with one_core():
+                alone = converse_alone(made, vocab, graphs)
             answers[name] = dict(made.answers)
             if elastic or not quick:
                 turns(made, vocab, alone)

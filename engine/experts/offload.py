@@ -11,6 +11,8 @@ import logging
 import mmap
 import time
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +31,9 @@ from engine.kernels.experts import Source, Sums
 from engine.kernels.resolve import resolve
 
 _log = logging.getLogger(__name__)
+
+_Told = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Of the last step: the executor's times, what was done where, what was routed."""
 
 DECODED = 16
 """Rows at most that one decision is made for; more are prefill."""
@@ -67,7 +72,9 @@ class OffloadedExperts:
         self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
         self._routed = torch.full((pool.layers, MOST_PAIRS), -1, dtype=torch.int32, pin_memory=pinned)
         self._shares = torch.zeros(pool.layers, dtype=torch.int32, pin_memory=pinned)
-        self._learnt_from = executor.times, self._work.numpy(), self._routed.numpy()
+        work, routed = self._work.numpy(), self._routed.numpy()[:, : self._most * ranks]
+        self._told: _Told = executor.times, work, routed
+        self._learnt_from: _Told = executor.times.copy(), work.copy(), routed.copy()
         self._chooser = Chooser(pool.layers, pool.experts, self.residency.slots)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         self.prefill = Prefill(pool, executor, driver, split, self.residency, slots, self._arrivals)
@@ -143,7 +150,8 @@ class OffloadedExperts:
         self.prefill.settle()
         self._watchdog.check()
         if not self.prefill.learn():
-            self._learnt_from = self.executor.times.copy(), self._work.numpy().copy(), self._routed.numpy().copy()
+            times, work, routed = self._learnt_from
+            times[:], work[:], routed[:] = self._told
 
     def learn(self) -> None:
         """From the last step of few rows: how to split those after the one that runs, and which experts to keep."""

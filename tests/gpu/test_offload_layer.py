@@ -15,7 +15,7 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
 from engine.experts.pool import Pool
 from engine.experts.replay import Chooser
-from engine.experts.residency import BYTES, CPU, FETCHED, HITS, MOST_PAIRS, ONE, Residency, lru
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE, Residency, lru
 from engine.experts.split import Split
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
@@ -185,7 +185,7 @@ def test_a_better_policy_is_followed(made: Any) -> None:
         assert torch.equal(case.offloaded.residency.bump, before) == (seed < 2)
         case.check(2, seed)
         ids = routed(2, seed)[1].flatten().tolist()
-        assert seen[-1][0] == ids + [-1] * (MOST_PAIRS - len(ids))
+        assert seen[-1][0] == ids + [-1] * (len(seen[-1][0]) - len(ids))
     assert not case.offloaded.residency.bump.any()
     case.offloaded.residency.check()
 
