@@ -75,10 +75,10 @@ struct Mxfp4 : Scalar<kExact> {
   static constexpr float factor = 0.5f;
 
   static const std::int8_t* signed_bytes(const char* block, std::int8_t* room) {
-    for (int i = 0; i < ft::kBlock * ft::kBlock / 2; ++i) {
-      const int octet = i / 128, within = i % 128;
-      room[octet * 256 + within] = kDoubledE2m1[block[codes + i] & 15];
-      room[octet * 256 + 128 + within] = kDoubledE2m1[block[codes + i] >> 4 & 15];
+    constexpr int quad = 4 * ft::kPanel;
+    const auto* octets = reinterpret_cast<const std::uint8_t*>(block + codes);
+    for (std::int8_t* to = room; to < room + ft::kBlock * ft::kPanel; to += 2 * quad, octets += quad) {
+      for (int i = 0; i < quad; ++i) to[i] = kDoubledE2m1[octets[i] & 15], to[quad + i] = kDoubledE2m1[octets[i] >> 4];
     }
     return room;
   }
