@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"cannot measure: {error}", file=sys.stderr)
         return 1
     if not as_json:
-        Console().print(table, pauses)
+        Console().print(table, *((pauses,) if options.pauses else ()))
     return 0
 
 
