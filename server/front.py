@@ -273,6 +273,7 @@ class Http(HttpToolsProtocol):
                 self.transport.abort()
                 return
             cycle.disconnected = True
+            cycle.message_event.set()
         body = dump(errors.body(ApiError("invalid", msg), "openai"))
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
