@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.experts.layout import BLOCK, HALF, MOST_PARTS, Layout
 from engine.experts.residency import Decision
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.blocks import added, times_bf16, times_int8, times_mxfp4
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 
 FETCHERS = 64
 """Programs that fetch: enough reads in flight for the link, few enough to leave the device to others."""
@@ -129,74 +130,6 @@ def _parts(address, present, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _read(address, here, EVEN: tl.constexpr):
-    """A tile; zeros where there are no blocks any more."""
-    if EVEN:
-        return tl.load(address)
-    return tl.load(address, mask=here, other=0)
-
-
-@triton.jit
-def _times_bf16(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, rows 0-15 and rows 16-31 of its blocks: [groups, 32 k, 16] each. ``words`` [groups]: where
-    blocks begin; ``groups``: their k / 32."""
-    k, column = tl.arange(0, 32), tl.arange(0, 16)
-    at = k[:, None] * 16 + column[None, :]
-    data = _read(words[:, None, None] + at[None, :, :], here[:, None, None], EVEN)
-    factor = _read(x + (groups[:, None] * 32 + k[None, :]), here[:, None], EVEN)[:, :, None]
-    low = (data << 16).to(tl.float32, bitcast=True) * factor
-    high = (data & -65536).to(tl.float32, bitcast=True) * factor
-    return low, high
-
-
-@triton.jit
-def _times_int8(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the four k of a word: [groups, 8, 32 rows]."""
-    octet, row = tl.arange(0, 8), tl.arange(0, 32)
-    at = octet[:, None] * 32 + row[None, :]
-    data = _read(words[:, None, None] + (16 + at)[None, :, :], here[:, None, None], EVEN) ^ -2139062144
-    scales = words.to(tl.pointer_type(tl.float16))
-    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.float32)
-    total = tl.zeros(data.shape, tl.float32)
-    for byte in tl.static_range(4):
-        factor = _read(x + (groups[:, None] * 32 + octet[None, :] * 4 + byte), here[:, None], EVEN)
-        # 2^23 + code + 128 as a float, without a conversion
-        code = (((data >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        total += code * factor[:, :, None]
-    return total * scale[:, None, :]
-
-
-@triton.jit
-def _times_mxfp4(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the eight k of a word: [groups, 4, 32 rows]."""
-    octet, row = tl.arange(0, 4), tl.arange(0, 32)
-    at = octet[:, None] * 32 + row[None, :]
-    data = _read(words[:, None, None] + (8 + at)[None, :, :], here[:, None, None], EVEN)
-    scales = words.to(tl.pointer_type(tl.uint8))
-    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
-    total = tl.zeros(data.shape, tl.float32)
-    base = x + (groups[:, None] * 32 + octet[None, :] * 8)
-    for nibble in tl.static_range(4):
-        # Two nibbles that are 16 bits apart as two bf16: multiplied so that the sign of one copy and the rest of the
-        # other are where they belong. That is a bf16 of 2^-126 times the value; with activations times 2^63 no product
-        # is denormal.
-        source = data if nibble < 2 else data >> 8
-        both = ((source & (0x000F000F << (nibble % 2 * 4))) * (4160 >> (nibble % 2 * 4))) & -2118090304
-        k = nibble % 2 * 4 + nibble // 2
-        first = _read(base + k, here[:, None], EVEN) * 9223372036854775808.0
-        second = _read(base + (k + 2), here[:, None], EVEN) * 9223372036854775808.0
-        total += (both << 16).to(tl.float32, bitcast=True) * first[:, :, None]
-        total += (both & -65536).to(tl.float32, bitcast=True) * second[:, :, None]
-    return (total * 9223372036854775808.0) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
-
-
-@triton.jit
-def _added(total):
-    """[groups, words, rows] -> [rows]."""
-    return tl.sum(tl.reshape(total, (total.shape[0] * total.shape[1], total.shape[2])), axis=0)
-
-
-@triton.jit
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
@@ -220,20 +153,20 @@ def _gate_up(
             for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
                 here = start + group < groups
                 where = tl.multiple_of(blob + (start + group) * WORDS, 16)
-                low, high = _times_bf16(where, row_x, start + group, here, EVEN)
+                low, high = times_bf16(where, row_x, start + group, here, EVEN)
                 gate += low
                 up += high
-            gates, ups = _added(gate), _added(up)
+            gates, ups = added(gate), added(up)
         else:
             total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
             for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
                 here = start + group < groups
                 where = tl.multiple_of(blob + (start + group) * WORDS, 16)
                 if KIND == 1:
-                    total += _times_int8(where, row_x, start + group, here, EVEN)
+                    total += times_int8(where, row_x, start + group, here, EVEN)
                 else:
-                    total += _times_mxfp4(where, row_x, start + group, here, EVEN)
-            gates, ups = tl.split(tl.trans(tl.reshape(_added(total), (2, 16))))
+                    total += times_mxfp4(where, row_x, start + group, here, EVEN)
+            gates, ups = tl.split(tl.trans(tl.reshape(added(total), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
 
@@ -270,18 +203,18 @@ def _down(
             block = 2 * wide * (hidden // 32) + panel * wide + group - first
             where = tl.multiple_of(blob + (offset + block * WORDS), 16)
             if KIND == 0:
-                low, high = _times_bf16(where, row_h, group, here, EVEN)
+                low, high = times_bf16(where, row_h, group, here, EVEN)
                 lower += low
                 upper += high
             elif KIND == 1:
-                total += _times_int8(where, row_h, group, here, EVEN)
+                total += times_int8(where, row_h, group, here, EVEN)
             else:
-                total += _times_mxfp4(where, row_h, group, here, EVEN)
+                total += times_mxfp4(where, row_h, group, here, EVEN)
         if KIND == 0:
-            tl.store(base + column, _added(lower))
-            tl.store(base + 16 + column, _added(upper))
+            tl.store(base + column, added(lower))
+            tl.store(base + 16 + column, added(upper))
         else:
-            tl.store(base + tl.arange(0, 32), _added(total))
+            tl.store(base + tl.arange(0, 32), added(total))
 
 
 def gate_up(
@@ -292,7 +225,7 @@ def gate_up(
     x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
     kind = layout.format.name
     tile, groups = TILES[kind].gate_up, layout.hidden // BLOCK
-    blocks = min(tile.blocks, triton.next_power_of_2(groups))
+    blocks = min(tile.blocks, next_power_of_2(groups))
     bounds, offsets = _padded(layout)
     launch(
         _gate_up, (decision.slot.numel(), layout.inner // HALF),
@@ -310,7 +243,7 @@ def down(
     parts on the device are left as they are."""
     kind = layout.format.name
     tile, groups = TILES[kind].down, layout.inner // BLOCK
-    blocks = min(tile.blocks, triton.next_power_of_2(groups))
+    blocks = min(tile.blocks, next_power_of_2(groups))
     bounds, offsets = _padded(layout)
     launch(
         _down, (decision.slot.numel(), layout.hidden // BLOCK),
@@ -393,7 +326,7 @@ def combine(
     ``mailbox``: its address for the device; without ``layout`` there is no CPU. -> y [rows, hidden]."""
     sums, (rows, ranks, hidden) = Sums(out, weights, decision, whole, mailbox, layout), out.shape
     launch(
-        _combine, (triton.cdiv(hidden, SUMS), rows),
+        _combine, (cdiv(hidden, SUMS), rows),
         out, weights, decision.gpu_parts, decision.counts, sums.cpu_y, y, hidden,
         RANKS=ranks, WHOLE=whole, WITH_CPU=layout is not None, COPY=SUMS, num_warps=2, early=layout is None,
     )  # fmt: skip
@@ -479,7 +412,7 @@ def publish(
     """Give the CPU its part: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without work for it,
     ``done`` = 1. And with a ``source``, bring what ``decision.fetch`` lists.
     ``arrivals`` int32 [1]: zero between calls."""
-    rows, pairs, givers = x.shape[0], decision.slot.numel(), triton.cdiv(x.numel(), COPY)
+    rows, pairs, givers = x.shape[0], decision.slot.numel(), cdiv(x.numel(), COPY)
     offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
     from_pool = (0, x, arrivals, arrivals, 0)
     if source is not None:
@@ -490,7 +423,7 @@ def publish(
         x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
         x.numel(), pairs, rows << 32 | (layer + 1), givers,
         *from_pool,
-        PAIRS=triton.next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda, CHUNK=CHUNK,
+        PAIRS=next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda, CHUNK=CHUNK,
         FETCHES=source is not None, num_warps=8,
     )  # fmt: skip
 
