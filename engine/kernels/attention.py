@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.pointwise import strides, warps
 from engine.layers.ops import Batch, Norm
 
@@ -158,10 +158,10 @@ def attention(
 ) -> Tensor:  # fmt: skip
     out, (rows, heads, head_dim) = torch.empty_like(q), q.shape
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
-    keys, segments = width * PAGE, triton.next_power_of_2(max(1, count))
-    splits = max(triton.cdiv(keys, tiling.split), triton.cdiv(min(keys, tiling.short), tiling.short_split))
+    keys, segments = width * PAGE, next_power_of_2(max(1, count))
+    splits = max(cdiv(keys, tiling.split), cdiv(min(keys, tiling.short), tiling.short_split))
     sizes = {"SPLIT": tiling.split, "SHORT_SPLIT": tiling.short_split, "SHORT": tiling.short, "SEGMENTS": segments}
-    dim = max(16, triton.next_power_of_2(head_dim))
+    dim = max(16, next_power_of_2(head_dim))
     narrow = min(64, dim)
     room = min(rows, ROWS)
     partial = q.new_empty((room, heads, splits, head_dim))
@@ -169,15 +169,15 @@ def attention(
     for first in range(0, rows, ROWS):
         some = min(ROWS, rows - first)
         launch(
-            _ranges, (some, kv_heads, min(splits, triton.cdiv(PROGRAMS, some * kv_heads))),
+            _ranges, (some, kv_heads, min(splits, cdiv(PROGRAMS, some * kv_heads))),
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, TILE=tiling.tile, **sizes,
-            GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
+            GROUP=max(16, next_power_of_2(heads // kv_heads)), DIM=dim,
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         launch(
-            _combine, (some, heads, triton.cdiv(head_dim, narrow)),
+            _combine, (some, heads, cdiv(head_dim, narrow)),
             partial, highest, sums, out, batch.segments, first, count, splits, heads, head_dim,
             RANGES=RANGES, DIM=narrow, num_warps=4, **sizes,
         )  # fmt: skip
@@ -211,12 +211,12 @@ def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, batch: B
     """Rows of no sequence are left out."""
     rows, (count, width) = k.shape[0], batch.page_table.shape
     size = k.shape[1] * k.shape[2]
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, next_power_of_2(size))
     if k.numel():
         launch(
-            _write_pages, (rows, triton.cdiv(size, block)),
+            _write_pages, (rows, cdiv(size, block)),
             k, v, k_pages, v_pages, batch.segments, batch.page_table, count, width, size, k.stride(0), v.stride(0),
-            PAGE=PAGE, SEGMENTS=triton.next_power_of_2(max(1, count)), BLOCK=block,
+            PAGE=PAGE, SEGMENTS=next_power_of_2(max(1, count)), BLOCK=block,
         )  # fmt: skip
 
 
@@ -266,13 +266,13 @@ def qk_norm_rope(
     k_pages: Tensor, v_pages: Tensor, batch: Batch,
 ) -> Tensor:  # fmt: skip
     (rows, heads, head_dim), kv_heads, (count, width) = q.shape, k.shape[1], batch.page_table.shape
-    out, dim, (q_norm, k_norm) = q.new_empty(q.shape), triton.next_power_of_2(head_dim), norms
+    out, dim, (q_norm, k_norm) = q.new_empty(q.shape), next_power_of_2(head_dim), norms
     if rows:
         launch(
             _qk_norm_rope, (rows, heads + kv_heads),
             q, k, v, q_norm.weight, k_norm.weight, out, batch.positions, table, k_pages, v_pages, batch.segments,
             batch.page_table, count, width, heads, kv_heads, head_dim, table.shape[1], *strides(q), *strides(k),
             *strides(v), q_norm.eps, q_norm.offset, k_norm.eps, k_norm.offset,
-            PAGE=PAGE, SEGMENTS=triton.next_power_of_2(max(1, count)), DIM=dim, num_warps=warps(dim),
+            PAGE=PAGE, SEGMENTS=next_power_of_2(max(1, count)), DIM=dim, num_warps=warps(dim),
         )  # fmt: skip
     return out

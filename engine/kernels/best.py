@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def reduce(
     out = torch.empty(rows, 2 * kept + 2, dtype=torch.int32, device=device)
     if not rows:
         return out
-    stretch = max(4 * GROUPS, min(tiling.stretch, triton.next_power_of_2(vocab // most)))
-    count = triton.cdiv(vocab, stretch)
+    stretch = max(4 * GROUPS, min(tiling.stretch, next_power_of_2(vocab // most)))
+    count = cdiv(vocab, stretch)
     tops, sums = logits.new_empty(rows, count * GROUPS), logits.new_empty(rows, count, 3)
     levels, counts = torch.empty(2, rows, dtype=torch.int32, device=device)
     found = torch.empty(rows, tiling.room, dtype=torch.int64, device=device)
@@ -158,7 +158,7 @@ def reduce(
     )  # fmt: skip
     launch(
         _level, (rows,), tops, sums, temperatures, levels, counts, out, count, kept,
-        GROUPS=GROUPS, KEPT=most, COUNT=triton.next_power_of_2(count), num_warps=tiling.level_warps,
+        GROUPS=GROUPS, KEPT=most, COUNT=next_power_of_2(count), num_warps=tiling.level_warps,
     )  # fmt: skip
     launch(
         _gather, (count, rows), logits, which, masks, levels, counts, found, vocab, words,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.kernels.experts import Sums, routed
-from engine.kernels.launch import LINE, begin, launch, prefetch, wait
+from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
 from engine.kernels.limits import shared_memory
 from engine.kernels.pointwise import sigmoid, strides
 from engine.kernels.recurrent import sequences, slide, window
@@ -275,7 +275,7 @@ def group(device: torch.device) -> int:
 def _chunk(matrix: Tensor) -> int:
     """What a warp has of the inner dimension at a time."""
     inner = min(matrix.shape[1], INNER // matrix.element_size())
-    return max(16, int(triton.next_power_of_2(inner)) // CHUNKS)
+    return max(16, next_power_of_2(inner) // CHUNKS)
 
 
 def linear(
@@ -309,24 +309,24 @@ def linear(
         "early": shared is None or shared.sums.layout is None,
     }  # fmt: skip
     if rows == 1 and inner <= WIDEST:
-        width = triton.next_power_of_2(inner)
+        width = next_power_of_2(inner)
         block = max(1, min(OUTPUTS, width // 256) * 2 // size)
-        programs = triton.cdiv(columns, block)
+        programs = cdiv(columns, block)
         launch(
             _row, (programs,), *inputs, *after, columns, inner, eps, offset,
-            BLOCK=block, INNER=width, NORMED=0 if normed is None else triton.cdiv(inner, programs),
+            BLOCK=block, INNER=width, NORMED=0 if normed is None else cdiv(inner, programs),
             num_warps=max(1, width // SHARE), **options,
         )  # fmt: skip
         return out
     chunk, few = _chunk(weight.matrix), group(x.device)
-    groups, total = triton.cdiv(rows, few), triton.cdiv(columns, BLOCK)
-    blocks = triton.cdiv(total * groups, PROGRAMS)
-    programs, parts = triton.cdiv(total, blocks), triton.cdiv(inner, chunk * CHUNKS)
+    groups, total = cdiv(rows, few), cdiv(columns, BLOCK)
+    blocks = cdiv(total * groups, PROGRAMS)
+    programs, parts = cdiv(total, blocks), cdiv(inner, chunk * CHUNKS)
     launch(
         _linear, (programs, groups), *inputs, *after, rows, columns, inner, blocks, parts, eps, offset,
-        NORMED=0 if normed is None else triton.next_power_of_2(triton.cdiv(inner, programs)),
-        FEW=few, CHANNELS=triton.next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
-        AHEAD=triton.next_power_of_2(min(AHEAD, triton.cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
+        NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
+        FEW=few, CHANNELS=next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
+        AHEAD=next_power_of_2(min(AHEAD, cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
         num_warps=CHUNKS, num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
     )  # fmt: skip
     return out
@@ -359,7 +359,7 @@ def _window(conv: Conv) -> tuple[Tensor | int, ...]:
 def _through(conv: Conv | None) -> dict[str, int]:
     if conv is None:
         return {"WIDTH": 0, "SEGMENTS": 1}
-    return {"WIDTH": conv.weight.shape[1], "SEGMENTS": triton.next_power_of_2(conv.batch.segments.shape[0])}
+    return {"WIDTH": conv.weight.shape[1], "SEGMENTS": next_power_of_2(conv.batch.segments.shape[0])}
 
 
 def matmul(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:

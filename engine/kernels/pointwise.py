@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    out, dim, block = x.new_empty(x.shape), x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    out, dim, block = x.new_empty(x.shape), x.shape[-1], next_power_of_2(x.shape[-1])
     other = x if gate is None else gate
     if x.numel():
         launch(
@@ -83,10 +83,10 @@ def _gate(x: Tensor, gate: Tensor, base: Tensor | None = None, silu: bool = Fals
     rows, dim = x.shape[0], x.shape[-1]
     out = x.new_empty(x.shape)
     width = x[0].numel() if rows else 0
-    block = min(1024, triton.next_power_of_2(max(1, width)))
+    block = min(1024, next_power_of_2(max(1, width)))
     if out.numel():
         launch(
-            _gated, (rows, triton.cdiv(width, block)),
+            _gated, (rows, cdiv(width, block)),
             x, gate, x if base is None else base, out, width, dim, x.stride(0), *strides(gate),
             x.stride(0) if base is None else base.stride(0),
             WIDE=gate.shape == x.shape, SILU=silu, ADDED=base is not None, BLOCK=block, num_warps=warps(block),
@@ -117,7 +117,7 @@ def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, a_row, b_row, BLOCK: tl
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     (rows, heads), decay, beta = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
-    block = triton.next_power_of_2(heads)
+    block = next_power_of_2(heads)
     if rows:
         launch(
             _gdn_gates, (rows,),
@@ -149,7 +149,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
         launch(
             _rope, (rows,),
             x, positions, table, heads, head_dim, half,
-            HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(half),
+            HEADS=next_power_of_2(heads), HALF=next_power_of_2(half),
         )  # fmt: skip
 
 
@@ -185,12 +185,12 @@ def route(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
     ids = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
-    block = triton.next_power_of_2(experts)
+    block = next_power_of_2(experts)
     if rows:
         launch(
             _route, (rows,),
             logits, ids, weights, experts, k, logits.stride(0),
-            RENORMALIZE=renormalize, EXPERTS=block, K=triton.next_power_of_2(k), num_warps=1,
+            RENORMALIZE=renormalize, EXPERTS=block, K=next_power_of_2(k), num_warps=1,
         )  # fmt: skip
     return ids, weights
 

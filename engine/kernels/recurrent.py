@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import LINE, begin, launch, prefetch, wait
+from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
 from engine.kernels.pointwise import sigmoid, softplus
 from engine.layers.ops import Batch
 
@@ -68,7 +68,7 @@ def conv(x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
     out, (channels, width) = x.new_empty(x.shape), weight.shape
     if x.numel():
         launch(
-            _conv, (batch.segments.shape[0], triton.cdiv(channels, CHANNELS)),
+            _conv, (batch.segments.shape[0], cdiv(channels, CHANNELS)),
             x, weight, state, out, batch.segments, batch.snapshots, channels, x.stride(0), batch.snapshots.shape[0],
             state.stride(0), WIDTH=width, BLOCK=CHANNELS, num_warps=CHANNELS // 32,
         )  # fmt: skip
@@ -194,11 +194,11 @@ def _delta(
     (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
     if v.numel():
         launch(
-            _gated_delta, (batch.segments.shape[0], value_heads, triton.cdiv(value_dim, VALUES)),
+            _gated_delta, (batch.segments.shape[0], value_heads, cdiv(value_dim, VALUES)),
             q, k, v, gates, state, out, batch.segments, batch.snapshots,
             value_heads // key_heads, value_heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
             batch.snapshots.shape[0], key_dim**-0.5,
-            FUSED=fused, KEYS=triton.next_power_of_2(key_dim), VALUES=VALUES, LINE=LINE // 4,
+            FUSED=fused, KEYS=next_power_of_2(key_dim), VALUES=VALUES, LINE=LINE // 4,
             num_warps=4,
         )  # fmt: skip
     return out

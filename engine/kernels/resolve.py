@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.experts.residency import ENTRIES, MOST_PAIRS, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
-from engine.kernels.launch import begin, launch, wait
+from engine.kernels.launch import begin, launch, next_power_of_2, wait
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
@@ -126,6 +126,6 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
         state.pace, state.bump, state.part_bytes, state.limit, state.routed,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
         layer, state.experts, state.slots, pairs,
-        PARTS=state.parts, PAIRS=triton.next_power_of_2(pairs), MOST=MOST_PAIRS, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
+        PARTS=state.parts, PAIRS=next_power_of_2(pairs), MOST=MOST_PAIRS, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
         ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=4,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.kernels import prefill_attention
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.layers.ops import Batch
 
 GRID = 1024
@@ -68,9 +69,9 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
             pages = batch.page_table[sequence, start // PAGE : end // PAGE].long()
             keys, values = (each[pages].flatten(0, 1).transpose(0, 1)[None] for each in (k_pages, v_pages))
             part, its = _part(queries, keys, values, scale, causal=start == position)
-            _merge[(triton.cdiv(rows * heads, HEADS),)](
+            _merge[(cdiv(rows * heads, HEADS),)](
                 out[first : first + rows], levels, part, its, rows * heads, heads, head_dim, part.stride(1),
-                part.stride(2), its.stride(1), its.stride(2), HEADS=HEADS, DIM=triton.next_power_of_2(head_dim),
+                part.stride(2), its.stride(1), its.stride(2), HEADS=HEADS, DIM=next_power_of_2(head_dim),
                 FIRST=start == position,
             )  # fmt: skip
     return out
