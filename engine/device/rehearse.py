@@ -131,9 +131,11 @@ def rehearse(
         for rows in range(1, most + 1):
             inputs = Inputs(rows, pages, device)
             step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
-        for whole, kinds in ((model, prompts(pages, chunk)), (short, others(pages, most, chunk))):
-            for parts in kinds:
-                step(whole, make_batch(parts, device), torch.ones(len(parts), device=device))
+        for _ in streaming(experts):
+            for parts in prompts(pages, chunk):
+                step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
+        for parts in others(pages, most, chunk):
+            step(short, make_batch(parts, device), torch.ones(len(parts), device=device))
         for flags, copies in product((_FAR, _FAR + 4), (False, True)):
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
 
@@ -150,6 +152,19 @@ def rehearse(
         experts.after_step()
         experts.prefill.follow(costs)  # there was nothing to learn
     _log.info("%d kernels compiled, or found in %s, in %.1f s", found, knobs.cache.dir, time.monotonic() - began)
+
+
+def streaming(experts: OffloadedExperts | None) -> Iterator[None]:
+    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides."""
+    if experts is None:
+        yield
+        return
+    for always in (False, True):
+        experts.prefill.streams = lambda rows, always=always: always  # type: ignore[method-assign, misc]
+        try:
+            yield
+        finally:
+            del experts.prefill.streams
 
 
 def _shortened(model: Model) -> Model:
