@@ -9,6 +9,7 @@ keys again for every row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -158,9 +159,10 @@ def attention(
 ) -> Tensor:  # fmt: skip
     out, (rows, heads, head_dim) = torch.empty_like(q), q.shape
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
-    keys, segments = width * PAGE, next_power_of_2(max(1, count))
+    keys = width * PAGE
     splits = max(cdiv(keys, tiling.split), cdiv(min(keys, tiling.short), tiling.short_split))
-    sizes = {"SPLIT": tiling.split, "SHORT_SPLIT": tiling.short_split, "SHORT": tiling.short, "SEGMENTS": segments}
+    sizes: dict[str, Any] = {"SPLIT": tiling.split, "SHORT_SPLIT": tiling.short_split, "SHORT": tiling.short}
+    sizes["SEGMENTS"] = next_power_of_2(max(1, count))
     dim = max(16, next_power_of_2(head_dim))
     narrow = min(64, dim)
     room = min(rows, ROWS)
