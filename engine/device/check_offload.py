@@ -287,6 +287,8 @@ def _same_waves(generator: torch.Generator) -> str | None:
         for layer in range(layers):
             ids = torch.rand(rows, experts, generator=generator).pow(2).topk(ranks, dim=1).indices.int()
             counts = torch.bincount(ids.flatten().long(), minlength=experts).int()
+            come = torch.randperm(700, generator=generator)[:experts].int()
+            come[torch.rand(experts, generator=generator) < 0.5] = -1
             for side, how in enumerate((reference, kernels)):
                 state, of, mine, device = states[side], made[side], fetches[side], devices[side]
                 each, at = counts.to(device), where[side]
@@ -295,7 +297,7 @@ def _same_waves(generator: torch.Generator) -> str | None:
                     base = wave % 2 * half
                     how.take(state, of, mine, each, layer, at, base, half, first=not wave, ahead=False)
                 if layer + 1 < layers and call % 2:
-                    how.take(state, of, mine, each, layer + 1, at, 0, half, first=True, ahead=True)
+                    how.place(state, of, come.to(device), layer + 1)
                 how.keep(state, of, ids[-TAIL:].to(device), rows, layer, 2 * half)
             ahead = layer + 1 < layers and call % 2 == 1
             for got, want in ((states[1], states[0]), (made[1], made[0])):

@@ -28,6 +28,10 @@ class Driver(Protocol):
     def unregister(self, address: int) -> None:
         """Undo ``register``; nothing on the device may use the memory any more."""
 
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Bring bytes to the device, from an address in registered memory, by its copy engine; does not wait. They must
+        have been registered at once."""
+
     def write64(self, stream: int, pointer: int, value: int) -> None:
         """Store a word when the stream gets there; what the stream wrote before is visible first."""
 
@@ -69,6 +73,7 @@ class CudaDriver:
         cuda.cuMemHostRegister_v2.argtypes = (_pointer, ctypes.c_size_t, _uint32)
         cuda.cuMemHostUnregister.argtypes = (_pointer,)
         cuda.cuMemHostGetDevicePointer_v2.argtypes = (ctypes.POINTER(_uint64), _pointer, _uint32)
+        cuda.cuMemcpyHtoDAsync_v2.argtypes = (_uint64, _pointer, ctypes.c_size_t, _pointer)
         cuda.cuStreamWriteValue64_v2.argtypes = (_pointer, _uint64, _uint64, _uint32)
         cuda.cuStreamWaitValue64_v2.argtypes = (_pointer, _uint64, _uint64, _uint32)
         cuda.cuStreamSynchronize.argtypes = (_pointer,)
@@ -85,6 +90,9 @@ class CudaDriver:
     def unregister(self, address: int) -> None:
         del self._mapped[address]
         self._call("cuMemHostUnregister", address)
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)
 
     def write64(self, stream: int, pointer: int, value: int) -> None:
         if self.memory_operations:

@@ -33,6 +33,11 @@ class FakeDriver:
         if self._registered.pop(address, None) is None:
             raise DriverError(f"memory at {address:#x} is not registered")
 
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        if not any(at <= source and source + nbytes <= at + size for at, size in self._registered.items()):
+            raise DriverError(f"{nbytes} bytes at {source:#x} were not registered at once")
+        ctypes.memmove(target, source, nbytes)
+
     def write64(self, stream: int, pointer: int, value: int) -> None:
         self._word(pointer).value = value
 

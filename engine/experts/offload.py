@@ -104,7 +104,7 @@ class OffloadedExperts:
             if measures and pinned.layers:
                 self._split.expect(*self._measured())
             if pinned.why is None:
-                self.prefill.start(pinned.pointer, self._mailbox)
+                self.prefill.start(pinned.pointer, self._mailbox, pinned.pieces)
             else:
                 _log.warning(
                     "the experts of %d of %d layers can be pinned for the device (%s); the CPU computes the others, "

@@ -1,18 +1,20 @@
 """Offloaded experts for more rows than one decision takes: layer by layer, wave by wave (``engine.experts.waves``).
 
-Copies run on a stream of their own, ahead of the products; the CPU computes its experts meanwhile. The host launches
-the same for every layer and waits for nothing: what is brought, and who computes it, is decided on the device.
+Copies run on streams of their own, ahead of the products; the CPU computes its experts meanwhile. What is brought, and
+who computes it, is decided on the device, and the host waits for nothing. But whole layers that come ahead come by the
+copy engine, and where that copies to, the host decides (``engine.experts.copies``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.device.driver import Driver
+from engine.experts.copies import Came, Copies, Side
 from engine.experts.cost import Costs, streams, uniform
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
@@ -51,18 +53,20 @@ class Prefill:
         self._lists = [Fetches.create(pool.experts, device) for _ in range(_LISTS)]
         self._where = torch.zeros(2, pool.experts, dtype=torch.int32, device=device)
         self._product = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._side, self._probe = _Side(device), _Probe(device)
+        self._side, self._probe = Side(device), _Probe(device)
+        self._copies = Copies(pool, driver, residency, self.waves, slots)
         self._told = torch.zeros(pool.layers, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._rows = 0  # of the last whole call, until it is learnt from
         self._turn = 0
-        self._ahead = _NOTHING
+        self._ahead: Came = {}
         self._from_pool = self._mailbox = 0
         self.costs = Costs(*[1.0] * 6)
         self.resize(residency.slots)
 
-    def start(self, pool: int, mailbox: int) -> None:
-        """Their addresses for the device. Measures the CPU."""
+    def start(self, pool: int, mailbox: int, pieces: Sequence[int]) -> None:
+        """Their addresses for the device, and where pieces of the pool begin. Measures the CPU."""
         self._from_pool, self._mailbox = pool, mailbox
+        self._copies.start(pieces)
         self.follow(Costs.measured(self._pool.layout, self._split, self._executor))
 
     def follow(self, costs: Costs | None = None) -> None:
@@ -78,6 +82,7 @@ class Prefill:
         self._ring = min(limit, 2 * experts, max(limit // _RING, experts))
         self._whole = self._ring >= experts
         self._room = self._ring if self._whole else self._ring // 2
+        self._copies.settle()
 
     @property
     def possible(self) -> bool:
@@ -96,20 +101,19 @@ class Prefill:
         residency, rows, at = self._residency, x.shape[0], self._where
         if layer == _PROBED:
             self._probe.mark("begin")
-        (brought, come), self._ahead = self._ahead, _NOTHING
-        ahead = brought == layer
+        streams = self.streams(rows)
+        if streams:
+            self._ahead |= self._copies.begin(layer, self._ring)
+        ahead, come = layer in self._ahead, self._ahead.pop(layer, None)
         parts = self._sorted(x, ids, weights)
         counts = parts[0].pairs.counts if len(parts) == 1 else _sum([part.pairs.counts for part in parts])
         waves.divide(residency, self.waves, counts, layer, at[0], ahead=ahead, cpu=self._cpu_takes(rows))
         if self._cpu_takes(rows):
             self._ask(x, ids, weights, layer)
 
-        y, last = torch.empty_like(x), 1 if self._whole else -(-self._pool.experts // self._room)
-        more = self._ahead_of(rows) if layer + 1 < self._pool.layers else 0
+        y, last = torch.empty_like(x), 0 if streams else -(-self._pool.experts // self._room)
         for wave in range(last + 1):
             coming = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0) if wave < last else None
-            if more == self._ring and wave == 0:
-                self._bring_ahead(counts, layer + 1, more, beside=True)
             self._side.join(come)
             come = coming
             timed = layer == _PROBED and wave == 0
@@ -125,8 +129,10 @@ class Prefill:
             kernels.arrive(self._mailbox, box)
         waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring)
         waves.move(self._slots, self.waves)
-        if more:
-            self._bring_ahead(counts, layer + 1, more, beside=False)
+        if streams:
+            self._ahead |= self._copies.end(layer, self._ring)
+        elif layer + 1 < self._pool.layers:
+            self._bring_ahead(counts, layer + 1, self._ahead_of(rows))
         if self._cpu_takes(rows):
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
             waves.add_answer(y, self.waves, self._mailbox + box.y)
@@ -157,8 +163,10 @@ class Prefill:
 
     def settle(self) -> None:
         """After a call that may have ended early: what was brought ahead comes before all that follows."""
-        self._side.join(self._ahead[1])
-        self._ahead = _NOTHING
+        for come in self._ahead.values():
+            self._side.join(come)
+        self._ahead.clear()
+        self._copies.settle()
 
     def _cpu_takes(self, rows: int) -> bool:
         return rows <= self._executor.layout.rows and self._split.fixed != 1.0
@@ -184,29 +192,28 @@ class Prefill:
         waves.take(
             self._residency, self.waves, fetches, counts, layer, where, base, self._room, first=first, ahead=False
         )
-        return self._side.run(lambda stream: self._fetch(fetches, stream))
+        return self._side.run(lambda stream: self._fetch(fetches, stream), after=self._side.mark())
 
     def _ahead_of(self, rows: int) -> int:
-        """How many of the next layer's experts are brought before they are known: as many as there is room for, or, if
-        the CPU is better asked for some, what the link brings in the time between two layers' experts."""
-        if self.streams(rows):
-            return self._ring
+        """How many of the next layer's experts are brought before they are known, if not all: what the link brings in
+        the time between two layers' experts."""
         costs, experts = self.costs, self._pool.experts
         sure = costs.spread * uniform(rows, self._executor.layout.ranks, experts) >= _SURE * experts
         return min(int(costs.between * rows / costs.link), experts - 1) if sure and self._whole else 0
 
-    def _bring_ahead(self, counts: Tensor, layer: int, room: int, *, beside: bool) -> None:
-        """Experts of a layer before they are known: what there is room for beside all of the layer before it, and the
-        others in place of what that has computed."""
+    def _bring_ahead(self, counts: Tensor, layer: int, room: int) -> None:
+        """Experts of a layer before they are known, in place of what the layer before it has computed."""
+        if not room:
+            return
         where, fetches = self._where[0], self._list()  # where is not written
-        waves.take(self._residency, self.waves, fetches, counts, layer, where, 0, room, first=beside, ahead=True)
-        self._ahead = layer, self._side.run(lambda stream: self._fetch(fetches, stream))
+        waves.take(self._residency, self.waves, fetches, counts, layer, where, 0, room, first=False, ahead=True)
+        self._ahead[layer] = self._side.run(lambda stream: self._fetch(fetches, stream), after=self._side.mark())
 
     def _list(self) -> Fetches:
         self._turn += 1
         return self._lists[self._turn % _LISTS]
 
-    def _fetch(self, fetches: Fetches, stream: int | None) -> None:
+    def _fetch(self, fetches: Fetches, stream: int) -> None:
         waves.fetch(self._from_pool, self._pool.stride, self._slots, fetches, self._pool.layout.nbytes, stream)
 
     def _compute(self, part: _Part, where: Tensor, y: Tensor, *, add: bool) -> None:
@@ -215,10 +222,6 @@ class Prefill:
         grouped.gate_up(part.x, self._slots, layout, groups, part.inner)
         grouped.down(part.inner, self._slots, layout, groups, part.out)
         pairs.combine_pairs(part.out, part.ids, where, part.weights, y[part.rows], add=add)
-
-
-_NOTHING: tuple[int, torch.Event | None] = -1, None
-"""Which layer was brought ahead, and when it is there."""
 
 
 @dataclass(frozen=True)
@@ -237,35 +240,6 @@ class _Part:
 
 def _sum(counts: list[Tensor]) -> Tensor:
     return torch.stack(counts).sum(dim=0, dtype=torch.int32)
-
-
-class _Side:
-    """A stream beside the current one, whose work goes first; without a GPU everything happens at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = _stream(device) if device.type == "cuda" else None
-
-    def run(self, work: Callable[[int | None], object]) -> torch.Event | None:
-        """``work``, given the stream's handle, after all that the current stream has so far. -> when it is done."""
-        if self._stream is None:
-            work(None)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        work(self._stream.cuda_stream)
-        event: torch.Event = self._stream.record_event()
-        return event
-
-    def join(self, event: torch.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
-    def current(self) -> int:
-        return 0 if self._stream is None else torch.cuda.current_stream(self._device).cuda_stream
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class _Probe:

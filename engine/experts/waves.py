@@ -7,7 +7,8 @@ is, so what a wave brought stays resident until its slot is needed, and nothing 
 
 * ``divide``: of the routed experts that are missing, the link takes those with the most rows and the CPU the others,
   so that both end as early as possible by ``costs``;
-* ``take``: the next wave; with ``ahead`` of the next layer, of all its experts before they are routed;
+* ``take``: the next wave; with ``ahead`` of the next layer, before its experts are routed;
+* ``place``: instead, what the host has chosen to bring of a whole layer (``engine.experts.copies``);
 * ``keep``: values as if the last tokens had been decoded; experts of the ring that are worth more than others
   elsewhere go there. That is what the next decode steps find.
 
@@ -37,9 +38,9 @@ FOUND, LINK, LEFT, ROWS = range(4)
 @dataclass(frozen=True)
 class Waves:
     """``costs`` int32 [5]; ``todo`` and ``on_cpu`` int32 [experts]: 1 for those that the link still has to bring, and
-    that the CPU computes; ``brought`` int32 [experts]: 1 for those that came ahead; ``seeds``
-    int32 [experts]: 1 for those of the ring that the last rows use; ``asked`` int32 [2]: 0, and rows'
-    experts for the CPU; ``told`` int32 [layers, 4]: of each layer's last call; ``moves`` int32 [WINDOW, 2]: from slot,
+    that the CPU computes; ``brought`` int32 [2, experts]: 1 for those that came ahead, of even and of odd layers;
+    ``seeds`` int32 [experts]: 1 for those of the ring that the last rows use; ``asked`` int32 [2]: 0, and rows' experts
+    for the CPU; ``told`` int32 [layers, 4]: of each layer's last call; ``moves`` int32 [WINDOW, 2]: from slot,
     to slot; ``moved`` int32 [1]: how many."""
 
     costs: Tensor
@@ -58,7 +59,7 @@ class Waves:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return Waves(
-            costs=zeros(5), todo=zeros(experts), on_cpu=zeros(experts), brought=zeros(experts), seeds=zeros(experts),
+            costs=zeros(5), todo=zeros(experts), on_cpu=zeros(experts), brought=zeros(2, experts), seeds=zeros(experts),
             asked=zeros(2), told=zeros(layers, 4), moves=zeros(WINDOW, 2), moved=zeros(1),
         )  # fmt: skip
 
@@ -105,8 +106,9 @@ def divide(
     _set(waves.on_cpu, dict.fromkeys(missing[on_link:], 1), 0)
     _set(where, {e: found[e] for e in there}, -1)
     left = missing[on_link:]
-    hits = sum(not (ahead and waves.brought[e]) for e in there)
-    waves.brought.zero_()
+    brought = waves.brought[layer % 2]
+    hits = sum(not (ahead and brought[e]) for e in there)
+    brought.zero_()
     pairs = sum(rows[e] for e in left)
     waves.asked[1] = pairs
     waves.told[layer] = torch.tensor([len(there), on_link, len(left), pairs], dtype=torch.int32)
@@ -119,17 +121,16 @@ def take(
     *, first: bool, ahead: bool,
 ) -> None:  # fmt: skip
     """Into the slots from ``base`` on, ``room`` of them, not more than two layers have. ``first``: experts that are
-    there, of the layer that is computed, are not computed yet. ``ahead``: all experts of the layer after that one,
-    whose routing is not known; ``where`` and ``counts`` do not matter then."""
+    there, of the layer that is computed, are not computed yet. ``ahead``: experts of the layer after that one, whose
+    routing is not known; ``where`` and ``counts`` do not matter then."""
     experts, start = state.experts, layer * state.experts
-    barred = ({layer} if ahead or first else set()) | ({layer - 1} if ahead and first else set())
     if ahead:
         wanted = [e for e in range(experts) if state.slot_of[start + e] < 0]
     else:
         rows = counts.tolist()
         wanted = sorted((e for e in range(experts) if waves.todo[e]), key=lambda e: (-rows[e], e))
     owner = state.owner.tolist()
-    free = [s for s in range(base, base + room) if owner[s] < 0 or owner[s] // experts not in barred]
+    free = [s for s in range(base, base + room) if owner[s] < 0 or not (ahead or first) or owner[s] // experts != layer]
     given = dict(zip(wanted, free, strict=False))
     for number, (e, slot) in enumerate(given.items()):
         if owner[slot] >= 0:
@@ -138,12 +139,29 @@ def take(
         fetches.fetch[number] = torch.tensor([slot, start + e, state.parts], dtype=torch.int32)
     fetches.counts[0] = len(given)
     if ahead:
-        waves.brought[list(given)] = 1
+        waves.brought[layer % 2, list(given)] = 1
     else:
         _set(where, given, -1)
         waves.todo[list(given)] = 0
     state.counters[FETCHED] += len(given) * state.parts
     state.counters[BYTES] += len(given) * int(state.part_bytes[-1])
+
+
+def place(state: Residency, waves: Waves, come: Tensor, layer: int) -> None:
+    """``come`` int32 [experts]: slots, all different, that experts of the layer are brought to in any case, -1 for
+    others. What was there is not any more; experts that are somewhere else stay there, and then the slot is free."""
+    start = layer * state.experts
+    coming = [(e, slot) for e, slot in enumerate(come.tolist()) if slot >= 0]
+    for _, slot in coming:
+        if state.owner[slot] >= 0:
+            state.slot_of[state.owner[slot]] = -1
+        state.owner[slot] = -1
+    for e, slot in coming:
+        if state.slot_of[start + e] < 0:
+            state.owner[slot], state.slot_of[start + e] = start + e, slot
+            waves.brought[layer % 2, e] = 1
+    state.counters[FETCHED] += len(coming) * state.parts
+    state.counters[BYTES] += len(coming) * int(state.part_bytes[-1])
 
 
 def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int) -> None:

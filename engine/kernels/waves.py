@@ -95,8 +95,8 @@ def divide(
     """As the function of the same name in engine.experts.waves, for contiguous tensors on the device."""
     launch(
         _divide, (1,),
-        counts, state.slot_of, waves.costs, waves.brought, state.counters, waves.todo, waves.on_cpu, where, waves.asked,
-        waves.told, layer, state.experts, state.parts,
+        counts, state.slot_of, waves.costs, waves.brought[layer % 2], state.counters, waves.todo, waves.on_cpu, where,
+        waves.asked, waves.told, layer, state.experts, state.parts,
         EXPERTS=_experts(state), CHUNK=CHUNK, AHEAD=ahead, CPU=cpu, HALF=ONE // 2, LONG=_LONG, num_warps=8,
         early=False,
     )  # fmt: skip
@@ -131,8 +131,6 @@ def _take(
     if FIRST | AHEAD:
         of = tl.where(holds >= 0, holds // experts, -2)
         free = inside & (of != layer)
-    if FIRST & AHEAD:
-        free = free & (of != layer - 1)
     position = tl.cumsum(free.to(tl.int32), axis=0) - 1
     goes = free & (position < total)
     given = tl.minimum(total, tl.sum(free.to(tl.int32)))
@@ -163,10 +161,40 @@ def take(
     """As the function of the same name in engine.experts.waves."""
     launch(
         _take, (1,),
-        counts, state.slot_of, state.owner, waves.todo, waves.brought, where, fetches.fetch, fetches.counts,
+        counts, state.slot_of, state.owner, waves.todo, waves.brought[layer % 2], where, fetches.fetch, fetches.counts,
         state.counters, state.part_bytes, layer, state.experts, state.parts, base, room,
         EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=next_power_of_2(2 * state.experts), FIRST=first, AHEAD=ahead,
         num_warps=8, early=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _place(
+    come, slot_of, owner, brought, counters, part_bytes, layer, experts, parts, EXPERTS: tl.constexpr
+):  # fmt: skip
+    e = tl.arange(0, EXPERTS)
+    flat = layer * experts + e
+    slot = tl.load(come + e, mask=e < experts, other=-1)
+    coming = slot >= 0
+    holds = tl.load(owner + slot, mask=coming, other=-1)
+    tl.store(slot_of + holds, -1, mask=holds >= 0)
+    tl.debug_barrier()  # what was there is not any more
+    new = coming & (tl.load(slot_of + flat, mask=coming, other=0) < 0)
+    tl.debug_barrier()  # that was read
+    tl.store(owner + slot, tl.where(new, flat, -1), mask=coming)
+    tl.store(slot_of + flat, slot, mask=new)
+    tl.store(brought + e, 1, mask=new)
+    count = tl.sum(coming.to(tl.int32))
+    tl.store(counters + 1, tl.load(counters + 1) + count * parts)
+    tl.store(counters + 3, tl.load(counters + 3) + count * tl.load(part_bytes + parts).to(tl.int64))
+
+
+def place(state: Residency, waves: Waves, come: Tensor, layer: int) -> None:
+    """As the function of the same name in engine.experts.waves."""
+    launch(
+        _place, (1,),
+        come, state.slot_of, state.owner, waves.brought[layer % 2], state.counters, state.part_bytes, layer,
+        state.experts, state.parts, EXPERTS=_experts(state), num_warps=8, early=False,
     )  # fmt: skip
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.device.fake import FakeDriver
-from engine.experts import offload, prefill, residency, waves
+from engine.experts import copies, offload, pinning, prefill, residency, waves
 from engine.experts.executor import Executor, ExecutorError
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
@@ -86,6 +88,7 @@ class Case:
         if patch is not None:
             for name, module in twins(self.pool, self.executor).items():
                 patch.setattr(prefill, name, module)
+            patch.setattr(copies, "kernels", waves)
             patch.setattr(offload, "kernels", decode_twins(self.pool, self.executor))
             patch.setattr(offload, "resolve", residency.resolve)
             patch.setattr(prefill, "CHUNK", 300)
@@ -174,10 +177,12 @@ def test_a_single_slot_is_enough(made: MakeCase) -> None:
 
 def test_the_kernels_do_the_same(made: MakeCase) -> None:
     case = made(26, None)
+    case.call(17, 1)
+    assert case.told[0][LEFT] > 0 and case.told[0][LINK] > 0
     case.costs(cpu=300.0, read=100.0)
     assert case.offloaded.prefill.streams(17)
     case.call(17, 2)
-    assert case.told[0][LEFT] > 0 and all(layer[FOUND] for layer in case.told[1:])
+    assert all(layer[FOUND] and not layer[LINK] for layer in case.told)
 
 
 def test_light_experts_go_to_the_cpu_and_heavy_ones_over_the_link(made: MakeCase) -> None:
@@ -227,7 +232,7 @@ def test_long_calls_bring_whole_layers_ahead_and_only_what_is_missing(made: Make
     case.costs(row=1e6, read=1.0)
     assert case.offloaded.prefill.streams(300)
     case.call(300, 1)
-    assert [layer[LINK] for layer in case.told] == [EXPERTS, 0, 0]
+    assert [layer[:3] for layer in case.told] == [[EXPERTS, 0, 0]] * LAYERS
     before = case.offloaded.residency.counters.tolist()
     case.call(300, 2)  # 34 of the 36 experts found room beyond the ring
     after = case.offloaded.residency.counters.tolist()
@@ -235,6 +240,37 @@ def test_long_calls_bring_whole_layers_ahead_and_only_what_is_missing(made: Make
     assert (after[BYTES] - before[BYTES]) * case.pool.layout.parts == (after[FETCHED] - before[FETCHED]) * (
         case.pool.layout.nbytes
     )
+
+
+@pytest.mark.parametrize("slots", [EXPERTS, EXPERTS + 1, 2 * EXPERTS - 5, 3 * EXPERTS])
+def test_whole_layers_come_wherever_the_others_are(made: MakeCase, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """From pieces of a pool that end within experts; into a ring that holds experts of all layers, and whose room
+    another layer takes half of or nearly all; also after a call that was not ended."""
+    monkeypatch.setattr(offload, "pin", partial(pinning.pin, piece=1))
+    case = made(slots)
+    for seed in range(3):
+        case.call(1, seed + 50)
+        case.costs(between=0.0)
+        case.call(40, seed + 60, skew=1.0)
+        case.costs(row=1e6, read=1.0, between=1e3)
+        assert case.offloaded.prefill.streams(300)
+        case.call(300, seed)
+        assert all(layer[FOUND] == EXPERTS for layer in case.told)
+        x, ids = torch.ones(300, HIDDEN), torch.zeros(300, RANKS, dtype=torch.int32)
+        ids[:, 1] = seed
+        case.offloaded.run(x, ids, torch.ones(300, RANKS), 0)
+        case.offloaded.after_step()
+
+
+def test_what_is_chosen_fits() -> None:
+    """Nothing of the layer or of one that is kept goes; what else was there is known to be gone; neighbours are one."""
+    found = np.array([5, -1, 0, -1, -1, -1, 7, 1, -1, 3, 2, -1], np.int32)
+    experts, slots = copies.choose(found, 4, 1, 6, kept=(0,))
+    assert experts.tolist() == [0, 1] and slots.tolist() == [2, 3]  # 5 and 0 are kept, 1 is its own, 4 is next
+    assert found.tolist() == [5, -1, 0, -1, 2, 3, 7, 1, -1, -1, -1, -1]
+    assert list(copies.runs(np.array([0, 1, 2, 5, 6, 9]), np.array([3, 4, 6, 7, 8, 9]))) == [
+        (0, 3, 2), (2, 6, 1), (5, 7, 2), (9, 9, 1)
+    ]  # fmt: skip
 
 
 def test_some_come_ahead_while_the_cpu_helps(made: MakeCase) -> None:
