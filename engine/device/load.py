@@ -22,6 +22,7 @@ from engine.device.machine import Machine
 from engine.device.memory import DeviceMemory
 from engine.device.partition import Policy
 from engine.device.plan import Plan
+from engine.device.rehearse import keep_privately, rehearse
 from engine.device.runner import DeviceRunner
 from engine.experts.executor import Executor
 from engine.experts.offload import OffloadedExperts
@@ -126,6 +127,12 @@ def load_runner(
             model, ops, what.dtype, memory.cache, offloaded, hosted, pages=pages, most=most, device=device
         )
         torch.set_num_threads(1)  # they would compete with those that compute experts
+        if device.type == "cuda":  # not in the interpreter
+            keep_privately()
+            rehearse(
+                model, memory.cache, offloaded, pages=pages, most=most, chunk=plan.chunk_tokens, device=device,
+                progress=lambda done, total: progress("compiling kernels", done, total),
+            )  # fmt: skip
         runner.prepare(progress)
         undone.pop_all()
     _log.info("%s: %s", machine.gpu, plan.told(division.sizes))
