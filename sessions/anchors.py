@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
+from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -102,9 +102,11 @@ def anchor_points(
     found = [*_pinned(by_kind, probe), ("parting", True, parted), (end, False, [length]), *_others(by_kind)]
     found.sort(key=lambda one: (one[1], PRIORITIES[one[0]]), reverse=True)
     best: dict[int, tuple[str, bool]] = {}
+    room = LIMIT - len(lattice)
     for kind, pinned, positions in found:
-        new = (position for position in positions if 0 < position <= length and position not in best)
-        best.update(dict.fromkeys(islice(new, LIMIT - len(lattice) - len(best)), (kind, pinned)))
+        for position in takewhile(lambda _: len(best) < room, positions):
+            if 0 < position <= length:
+                best.setdefault(position, (kind, pinned))
     for position in lattice:
         best.setdefault(position, ("lattice", False))
     return tuple(

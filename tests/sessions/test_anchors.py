@@ -87,6 +87,15 @@ def test_anchors_are_bounded_ordered_and_inside(turns: list[tuple[str, int]]) ->
     assert set([s.start for s in spans if s.kind == "user"][-3:]) <= pinned
 
 
+def test_places_that_are_one_take_room_once() -> None:
+    spans = [span(0, 5, "system"), span(5, 10, "user", 1)]
+    for at in range(10, 10 + 2 * LIMIT):  # two calls in one token
+        spans += [span(at, at + 1, "assistant", at), *2 * [span(at, at + 1, "tool_call", at)]]
+    points = anchor_points(10 + 2 * LIMIT, spans, KEEPS)
+    assert len(points) == LIMIT
+    assert {point.kind for point in points} == {"head_end", "prompt_end", "tool_call_end"}
+
+
 def test_a_long_prompt_has_a_lattice_that_widens() -> None:
     for length, step in ((LATTICE, 0), (3 * LATTICE, LATTICE), (200_000, 7 * LATTICE)):
         lattice = [p.position for p in anchor_points(length, [span(0, length, "user")], KEEPS) if p.kind == "lattice"]
