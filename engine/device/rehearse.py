@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.api import PAGE
 from engine.bandwidth_profile import default_profile
+from engine.device.driver import Driver
 from engine.device.graph import Inputs
 from engine.device.masks import Masks
 from engine.device.reduce import reduce
@@ -117,7 +118,7 @@ def compile_all(work: Callable[[], None], progress: Progress) -> int:
 
 
 def rehearse(
-    model: Model, cache: Cache, experts: OffloadedExperts | None, *, pages: int, most: int, chunk: int,
+    model: Model, cache: Cache, experts: OffloadedExperts | None, driver: Driver, *, pages: int, most: int, chunk: int,
     device: torch.device, progress: Progress,
 ) -> None:  # fmt: skip
     """Compiles what steps need, before any sequence is there: decode steps of up to ``most`` sequences, whose tables
@@ -131,7 +132,7 @@ def rehearse(
         for rows in range(1, most + 1):
             inputs = Inputs(rows, pages, device)
             step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
-        for _ in streaming(experts):
+        for _ in streaming(experts, driver):
             for parts in prompts(pages, chunk):
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
         for parts in others(pages, most, chunk):
@@ -154,17 +155,19 @@ def rehearse(
     _log.info("%d kernels compiled, or found in %s, in %.1f s", found, knobs.cache.dir, time.monotonic() - began)
 
 
-def streaming(experts: OffloadedExperts | None) -> Iterator[None]:
-    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides."""
+def streaming(experts: OffloadedExperts | None, driver: Driver) -> Iterator[None]:
+    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides. The
+    driver copies nothing meanwhile: each time it would be the whole pool."""
     if experts is None:
         yield
         return
     for always in (False, True):
         experts.prefill.streams = lambda rows, always=always: always  # type: ignore[method-assign, misc]
+        driver.copy = lambda *_: None  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del experts.prefill.streams
+            del experts.prefill.streams, driver.copy
 
 
 def _shortened(model: Model) -> Model:

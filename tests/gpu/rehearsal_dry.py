@@ -27,7 +27,7 @@ from engine.device.runner import DeviceRunner
 from engine.loading import load_engine
 from engine.scheduler import Scheduler
 
-CPU = torch.device("cpu")
+CPU, DRIVER = torch.device("cpu"), FakeDriver()
 PROMPTS = ([3], [844], [500, 300], [7, 9, 200, 33], [4100], [128, 2, 2], [60] * 8, [1] * 5, [48, 16, 32], [32, 32])
 """Tokens of what is asked at a time."""
 
@@ -84,14 +84,22 @@ def served(mode: str) -> list[list[str]]:
         def prepare(self, progress: Any) -> None:
             experts, (pages, most) = self._experts, self.room
             rehearse.rehearse(
-                self.model, self.cache, experts, pages=pages, most=most, chunk=4096, device=CPU, progress=progress
+                self.model,
+                self.cache,
+                experts,
+                DRIVER,
+                pages=pages,
+                most=most,
+                chunk=4096,
+                device=CPU,
+                progress=progress,
             )
 
     load.DeviceRunner = Runner  # type: ignore[misc]
     with TemporaryDirectory() as folder:
         write_tiny("qwen3_5_moe", Path(folder), dtype="bfloat16")
         config = EngineConfig(folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20)  # type: ignore[arg-type]
-        machine = Machine(CPU, "none", "no GPU", 2 << 30, FakeDriver)
+        machine = Machine(CPU, "none", "no GPU", 2 << 30, lambda: DRIVER)
         scheduler = Scheduler(load_engine(config, lambda *_: None, None, machine), config)
     known, numbers = set(asked), random.Random(0)
     with rehearse._unlaunched(), rehearse._Zeros():
