@@ -310,7 +310,7 @@ def linear(
     }  # fmt: skip
     if rows == 1 and inner <= WIDEST:
         width = next_power_of_2(inner)
-        block = max(1, min(OUTPUTS, width // 256) * 2 // size)
+        block = max(1, (min(OUTPUTS, width // 256) or OUTPUTS) * 2 // size)
         programs = cdiv(columns, block)
         launch(
             _row, (programs,), *inputs, *after, columns, inner, eps, offset,
