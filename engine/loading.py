@@ -224,9 +224,7 @@ def _on_device(
     asked = [name for name in _OF_A_GPU if getattr(config, name) != getattr(_DEFAULTS, name)]
     if config.device == "cpu":
         for name in asked:
-            raise BadConfig(
-                f"{_flag(name)} {getattr(config, name)} is for a GPU: add --device cuda, or leave it out"
-            )
+            raise BadConfig(f"{_flag(name)} {getattr(config, name)} is for a GPU: add --device cuda, or leave it out")
         return None
     from engine.device.machine import NoGpu, find_machine
     from engine.device.outline import outline
