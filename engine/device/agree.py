@@ -25,6 +25,7 @@ from engine.api import PAGE, EngineConfig
 from engine.device.served import Conversation, report
 from engine.loading import load_engine
 from engine.models.model import Wait, all_there
+from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.native.ops import NativeOps
 from engine.runner import Rows, Runner, make_batch
 from engine.sampling import Row, whole
@@ -161,7 +162,14 @@ class Led:
     @contextmanager
     def routers(self, ops: type[Any]) -> Iterator[None]:
         """Those of models that are loaded meanwhile, with these operations."""
-        with patch.object(ops, "route", lambda _, *arguments: self._route(*arguments)):
+        forward = Qwen35Moe.forward
+
+        def counted(model: Qwen35Moe, *arguments: Any) -> Tensor:
+            self._calls = 0  # also after models of fewer layers, which kernels are rehearsed with
+            return forward(model, *arguments)
+
+        route = patch.object(ops, "route", lambda _, *arguments: self._route(*arguments))
+        with route, patch.object(Qwen35Moe, "forward", counted):
             yield
 
     def listen(self, runner: Runner) -> None:
@@ -205,7 +213,7 @@ class Led:
         return said
 
     def _route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        layer, rows = self._calls % len(self._scores), logits.shape[0]
+        layer, rows = self._calls, logits.shape[0]
         self._calls += 1
         self._scores[layer, :rows].copy_(logits)
         ids = self._ids[layer, :rows].clone()
