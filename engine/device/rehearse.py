@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from engine.api import PAGE
 from engine.bandwidth_profile import default_profile
-from engine.device.driver import Driver
 from engine.device.graph import Inputs
 from engine.device.masks import Masks
 from engine.device.reduce import reduce
@@ -49,6 +48,8 @@ _PAGE, _STATE = 0, 1
 """That no sequence has yet."""
 _FAR = 1 << 40
 """An address beyond 32 bits."""
+_BRINGING = 3
+"""Layers of which one expert is missing."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -118,7 +119,7 @@ def compile_all(work: Callable[[], None], progress: Progress) -> int:
 
 
 def rehearse(
-    model: Model, cache: Cache, experts: OffloadedExperts | None, driver: Driver, *, pages: int, most: int, chunk: int,
+    model: Model, cache: Cache, experts: OffloadedExperts | None, *, pages: int, most: int, chunk: int,
     device: torch.device, progress: Progress,
 ) -> None:  # fmt: skip
     """Compiles what steps need, before any sequence is there: decode steps of up to ``most`` sequences, whose tables
@@ -132,7 +133,7 @@ def rehearse(
         for rows in range(1, most + 1):
             inputs = Inputs(rows, pages, device)
             step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
-        for _ in streaming(experts, driver):
+        for _ in _ways(experts):
             for parts in prompts(pages, chunk):
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
         for parts in others(pages, most, chunk):
@@ -141,33 +142,42 @@ def rehearse(
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
 
     began = time.monotonic()
-    if experts is not None:
-        experts.executor.mailbox[experts.executor.layout.done] = 1  # nobody asks, so that nobody is to wait
-        costs = experts.prefill.costs
     progress(0, 1)
     try:
-        found = compile_all(work, progress)
+        with _untold(experts):
+            found = compile_all(work, progress)
     except (RuntimeError, TritonError) as error:
         raise BadConfig(f"kernels cannot be compiled for this GPU: {error}; serve with --device cpu") from error
-    if experts is not None:
-        experts.after_step()
-        experts.prefill.follow(costs)  # there was nothing to learn
     _log.info("%d kernels compiled, or found in %s, in %.1f s", found, knobs.cache.dir, time.monotonic() - began)
 
 
-def streaming(experts: OffloadedExperts | None, driver: Driver) -> Iterator[None]:
-    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides. The
-    driver copies nothing meanwhile: each time it would be the whole pool."""
+@contextmanager
+def _untold(experts: OffloadedExperts | None) -> Iterator[None]:
+    """Nobody asks the CPU meanwhile, so that nobody is to wait for it; most experts seem to be on the device, so that
+    prompts do not bring the whole pool each time; and in the end nothing was learnt."""
     if experts is None:
         yield
         return
-    for always in (False, True):
-        experts.prefill.streams = lambda rows, always=always: always  # type: ignore[method-assign, misc]
-        driver.copy = lambda *_: None  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del experts.prefill.streams, driver.copy
+    executor, prefill, slot_of = experts.executor, experts.prefill, experts.residency.slot_of
+    costs, executor.mailbox[executor.layout.done] = prefill.costs, 1
+    slot_of.fill_(experts.residency.slots)
+    slot_of[: _BRINGING * experts.pool.experts : experts.pool.experts] = -1
+    prefill.settle()
+    yield
+    slot_of.fill_(-1)
+    experts.after_step()
+    prefill.follow(costs)
+
+
+def _ways(experts: OffloadedExperts | None) -> Iterator[None]:
+    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides."""
+    if experts is None:
+        yield
+        return
+    for ahead in (False, True):
+        experts.prefill.ahead = ahead
+        yield
+    experts.prefill.ahead = None
 
 
 def _shortened(model: Model) -> Model:

@@ -60,6 +60,8 @@ class Prefill:
         self._turn = 0
         self._ahead: Came = {}
         self._from_pool = self._mailbox = 0
+        self.ahead: bool | None = None
+        """Whether whole layers are brought ahead, where they can be; None: if that is faster."""
         self.costs = Costs(*[1.0] * 6)
         self.resize(residency.slots)
 
@@ -91,8 +93,8 @@ class Prefill:
 
     def streams(self, rows: int) -> bool:
         """Whether a call of so many rows brings whole layers ahead."""
-        if not self._whole:
-            return False
+        if not self._whole or self.ahead is not None:
+            return self._whole and bool(self.ahead)
         ranks, resident = self._executor.layout.ranks, min(1.0, (self._limit - self._ring) / len(self._pool))
         return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
 

@@ -27,9 +27,17 @@ from engine.device.runner import DeviceRunner
 from engine.loading import load_engine
 from engine.scheduler import Scheduler
 
-CPU, DRIVER = torch.device("cpu"), FakeDriver()
+CPU = torch.device("cpu")
 PROMPTS = ([3], [844], [500, 300], [7, 9, 200, 33], [4100], [128, 2, 2], [60] * 8, [1] * 5, [48, 16, 32], [32, 32])
 """Tokens of what is asked at a time."""
+
+
+class Counting(FakeDriver):
+    copied = 0
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        super().copy(stream, target, source, nbytes)
+        self.copied = max(self.copied, nbytes)
 
 
 class NoDriver:
@@ -65,41 +73,33 @@ def compiled() -> dict[str, Any]:
     return {"found": found, "kept": kept, "done": done[-1], "seen": seen}
 
 
-def served(mode: str) -> list[list[str]]:
-    asked = set[tuple[str, str]]()
+def served(mode: str) -> tuple[list[str], list[str], bool]:
+    asked, driver, untouched = set[tuple[str, str]](), Counting(), []
 
     def ask(*, key: str, fn: Any, **_: Any) -> bool:
         asked.add((fn.name, key))
         return True  # no need to compile it
 
     triton.knobs.runtime.jit_cache_hook = ask
-    runners = list[DeviceRunner]()
 
     class Runner(DeviceRunner):
         def __init__(self, *given: Any, pages: int, most: int, **more: Any) -> None:
             super().__init__(*given, pages=pages, most=most, **more)
-            runners.append(self)
-            self.room = pages, most
+            self.room: Any = {"pages": pages, "most": most, "chunk": 4096}
 
         def prepare(self, progress: Any) -> None:
-            experts, (pages, most) = self._experts, self.room
-            rehearse.rehearse(
-                self.model,
-                self.cache,
-                experts,
-                DRIVER,
-                pages=pages,
-                most=most,
-                chunk=4096,
-                device=CPU,
-                progress=progress,
-            )
+            experts, costs = self._experts, self._experts and self._experts.prefill.costs
+            rehearse.rehearse(self.model, self.cache, experts, **self.room, device=CPU, progress=progress)
+            untouched.append(experts is None or (
+                0 < driver.copied <= experts.pool.stride and experts.prefill.costs == costs
+                and experts.prefill.ahead is None and bool((experts.residency.slot_of == -1).all())
+            ))  # fmt: skip
 
     load.DeviceRunner = Runner  # type: ignore[misc]
     with TemporaryDirectory() as folder:
         write_tiny("qwen3_5_moe", Path(folder), dtype="bfloat16")
         config = EngineConfig(folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20)  # type: ignore[arg-type]
-        machine = Machine(CPU, "none", "no GPU", 2 << 30, lambda: DRIVER)
+        machine = Machine(CPU, "none", "no GPU", 2 << 30, lambda: driver)
         scheduler = Scheduler(load_engine(config, lambda *_: None, None, machine), config)
     known, numbers = set(asked), random.Random(0)
     with rehearse._unlaunched(), rehearse._Zeros():
@@ -110,7 +110,7 @@ def served(mode: str) -> list[list[str]]:
             while not scheduler.idle:
                 scheduler.step()
     scheduler.close(1.0)
-    return [sorted({name for name, _ in known}), sorted(f"{name} {key}" for name, key in asked - known)]
+    return sorted({name for name, _ in known}), sorted(f"{name} {key}" for name, key in asked - known), all(untouched)
 
 
 if __name__ == "__main__":
