@@ -28,7 +28,7 @@ _SLOWEST = 16 << 10
 """Bytes per second of a body that are fast enough."""
 
 
-async def answer(request: Request, state: ServerState, protocol: WireProtocol) -> Response:
+async def answer(state: ServerState, request: Request, *, protocol: WireProtocol) -> Response:
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
     data = await read_bytes(request, state.settings)
@@ -155,7 +155,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def count(request: Request, state: ServerState) -> Json:
+async def count(state: ServerState, request: Request) -> Json:
     """Anthropic's ``count_tokens``: the prompt is rendered and nothing else happens, to no session either."""
     body = await read_body(request, state.settings)
     try:

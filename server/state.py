@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -59,6 +60,8 @@ class ServerState:
     counters: Counters = field(default_factory=Counters)
     tolerated: Counter[str] = field(default_factory=Counter)
     render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
     idle: Idle = field(init=False)
     """Computes ahead in quiet moments."""
     keys: KeyRing = field(init=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from server.dump import Json
 from server.errors import ApiError
 from server.history import Kept
 from server.protocols.base import invalid
@@ -24,28 +25,28 @@ _PREFIX = {
 }
 
 
-def get(state: ServerState, request: Request) -> dict[str, Any]:
+async def get(state: ServerState, request: Request) -> Json:
     """Raises ApiError."""
     if request.query_params.get("stream", "false").lower() == "true":
         raise invalid("stream: a response is kept when it is finished, without its events", "stream")
-    return _found(state, request).response
+    return Json(_found(state, request).response)
 
 
-def delete(state: ServerState, request: Request) -> dict[str, Any]:
+async def delete(state: ServerState, request: Request) -> Json:
     """Raises ApiError."""
     id = request.path_params["id"]
     if not state.history.delete(request.state.namespace, id):
         raise _unknown(id)
-    return {"id": id, "object": "response", "deleted": True}
+    return Json({"id": id, "object": "response", "deleted": True})
 
 
-def cancel(state: ServerState, request: Request) -> dict[str, Any]:
+async def cancel(state: ServerState, request: Request) -> Json:
     """Raises ApiError: what is kept is finished, and what runs ends with its connection."""
     _found(state, request)
     raise invalid("only background responses can be cancelled, and this server has none: close the connection instead")
 
 
-def input_items(state: ServerState, request: Request) -> dict[str, Any]:
+async def input_items(state: ServerState, request: Request) -> Json:
     """A page of what led to a response. Raises ApiError."""
     kept, query = _found(state, request), request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", str(_PAGE))
@@ -63,13 +64,8 @@ def input_items(state: ServerState, request: Request) -> dict[str, Any]:
             raise invalid(f"after: there is no item {after[:80]!r}", "after")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return Json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
 
 def _whole(item: dict[str, Any], response: str, at: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ async def forget(state: ServerState, request: Request) -> Response:
     return Json({"id": session, "deleted": True, "forgotten": forgotten})
 
 
-async def pin(state: ServerState, request: Request, pinned: bool) -> Response:
+async def pin(state: ServerState, request: Request, *, pinned: bool) -> Response:
     """A pinned session is never dropped for its age or for another; nor is what the store has of it."""
     session = found_session(state, request).summary.id
     checkpoints = 0.0
@@ -46,7 +46,7 @@ async def pin(state: ServerState, request: Request, pinned: bool) -> Response:
     return Json({"id": session, "pinned": pinned, "checkpoints": checkpoints})
 
 
-def export(state: ServerState, request: Request) -> Response:
+async def export(state: ServerState, request: Request) -> Response:
     session = found_session(state, request).summary.id
     return Response(state.sessions.export(session), media_type="application/x-ndjson")
 
@@ -61,7 +61,7 @@ async def take_in(state: ServerState, request: Request) -> Response:
     return Json({"id": session})
 
 
-async def store(state: ServerState) -> Response:
+async def store(state: ServerState, request: Request) -> Response:
     """What the store holds, and what it has counted since the worker's start."""
     reply = await _store(state, "store_stat")
     return Json({"directory": str(state.settings.store), **reply.values})
@@ -97,7 +97,7 @@ async def _forget_all(state: ServerState, body: Any) -> Response:
     return Json({**(reply.values if reply else {}), "sessions": sessions})
 
 
-async def cache(state: ServerState) -> Response:
+async def cache(state: ServerState, request: Request) -> Response:
     """How the engine's memory is divided, and what that has found."""
     reply = await _cache(state, "cache_stat")
     try:

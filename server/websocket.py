@@ -35,12 +35,12 @@ _WAITING = 16
 _REFUSED = 1008
 
 
-async def talk(websocket: WebSocket, state: ServerState, stored: History) -> None:
+async def talk(websocket: WebSocket, state: ServerState) -> None:
     """Until the client goes away, which ends what is being answered within a step."""
     await websocket.accept()
     state.counters.sockets += 1
     requests = _Requests(state.settings.max_body_bytes)
-    socket = _Socket(websocket, state, stored)
+    socket = _Socket(websocket, state)
     answering = asyncio.create_task(socket.answer_all(requests))
     reading = asyncio.create_task(_read(websocket, requests))
     try:
@@ -124,10 +124,10 @@ class _Known:
 
 
 class _Socket:
-    def __init__(self, websocket: WebSocket, state: ServerState, stored: History) -> None:
+    def __init__(self, websocket: WebSocket, state: ServerState) -> None:
         self._websocket = websocket
         self._state = state
-        self._known = _Known(stored, state.settings.max_body_bytes)
+        self._known = _Known(state.history, state.settings.max_body_bytes)
         self._protocol = reader(self._known, state.logprobs)
 
     async def answer_all(self, requests: _Requests) -> None:
