@@ -90,8 +90,9 @@ class _Silent:
 
 @contextmanager
 def _unlaunched() -> Iterator[None]:
-    """Kernels are asked for, and not launched."""
+    """Kernels are asked for, and not launched: nor those that were started before."""
     run = JITFunction.run
+    launch.forget()
 
     def ask(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         run(kernel, *arguments, grid=grid, warmup=True, **options)

@@ -24,6 +24,7 @@ from engine.device import load, rehearse
 from engine.device.fake import FakeDriver
 from engine.device.machine import Machine
 from engine.device.runner import DeviceRunner
+from engine.kernels import launch
 from engine.loading import load_engine
 from engine.scheduler import Scheduler
 
@@ -60,17 +61,21 @@ def _add(x, out, number, SIZE: tl.constexpr):
 
 
 def compiled() -> dict[str, Any]:
-    done, seen = list[tuple[int, int]](), list[float]()
+    done, seen, launched, known = list[tuple[int, int]](), list[float](), list[Any](), dict[Any, Any]()
 
     def work() -> None:
         for number in (1, 16, 32, 1):
             out = torch.empty(64)
-            _add[(1,)](torch.ones(64), out, number, SIZE=64)
+            launch.launch(_add, (1,), torch.ones(64), out, number, SIZE=64)
             seen.append(out.abs().max().item())
+        known.update(launch._compiled)
 
     found = rehearse.compile_all(work, lambda *now: done.append(now))
     kept = len(list(Path(triton.knobs.cache.dir).glob("*/_add.cubin")))
-    return {"found": found, "kept": kept, "done": done[-1], "seen": seen}
+    for key, kernel in known.items():  # as if they had been started since
+        launch._compiled[key] = kernel._replace(run=lambda *given: launched.append(given))
+    rehearse.compile_all(work, lambda *_: None)
+    return {"found": found, "kept": kept, "done": done[-1], "seen": seen, "launched": len(launched)}
 
 
 def served(mode: str) -> tuple[list[str], list[str], bool]:
