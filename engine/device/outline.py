@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.layers.loader import Loader
+from engine.layers.loader import EMBEDDING, Loader
 from engine.layers.ops import Ops
 from engine.models.model import Manifest
 from engine.models.registry import Architecture
@@ -45,18 +45,20 @@ def outline(directory: Path, dtype: Any, architecture: Architecture, context: in
 
 
 class _Unread(Source):
-    """A checkpoint's tensors by their shapes alone. ``nbytes`` of them so far, besides experts."""
+    """A checkpoint's tensors by their shapes alone. ``nbytes`` so far of those that operations do not pack."""
 
     nbytes = 0
 
     def matrix(self, name: str, *shape: int) -> Tensor:
-        return self._counted(shape, self.dtype)
+        if name == EMBEDDING:
+            return self._counted(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=_META)
 
     def vector(self, name: str, *shape: int) -> Tensor:
         return self._counted(shape, torch.float32)
 
     def head(self, vocab: int, hidden: int) -> Tensor | None:
-        return self._counted((vocab, hidden), self.dtype)
+        return self.matrix("lm_head.weight", vocab, hidden)
 
     def experts(self, name: str, experts: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
         gate_up = torch.empty(experts, 2 * inner, hidden, dtype=self.dtype, device=_META)
@@ -75,6 +77,10 @@ class Counting:
         self.layers = self.nbytes = 0
         self.shapes: set[tuple[int, int, int]] = set()
         """Experts, hidden and inner of each layer: the same for all."""
+
+    def pack(self, weight: Tensor) -> None:
+        """Into memory of its own, a tied head too."""
+        self.nbytes += weight.nbytes
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> None:
         self.layers += 1

@@ -1,10 +1,12 @@
 """Linear layers of few rows: one pass over the weight, whatever the number of rows up to ``ROWS``.
 
+bfloat16 weights are kept as float16, times 64: tensor cores then take inputs of 11 bits instead of 8.
+
 A program goes through blocks of outputs. Its warps share the inner dimension: each multiplies its chunk of a block's
 weights on the tensor cores with the same chunk of the input, and the chunks are added up in their order, so that a
 row's result is the same bits in any company. The input stays in registers from block to block, as the sum of two
-16-bit numbers, which keeps 16 of their 24 bits or more; rows that are not there are zeros. float32 weights are
-multiplied to about float32.
+16-bit numbers, which keeps 22 of its 24 bits, or 16 beside weights of bfloat16; rows that are not there are zeros.
+float32 weights are multiplied to about float32.
 
 One row alone, the commonest case by far, has a kernel of its own, which multiplies in float32 and so gives other last
 bits: tensor cores would keep it from reading as fast as memory gives.
@@ -42,6 +44,8 @@ the sums, and so are the same on every GPU."""
 BLOCK, PROGRAMS = 16, 132
 """Outputs of a block, and programs, as many as a large GPU has processors: one that goes on reads better than one that
 begins."""
+LOW = tl.constexpr(2048)
+"""What an input's rest is multiplied by, so that float16 holds it."""
 STAGES, ROOM = 3, 200 << 10
 """Blocks of 16-bit weights on their way and at work; bytes of shared memory without which one is at work, and a program
 has fewer rows."""
@@ -54,20 +58,33 @@ keep memory busier than those of few that go on."""
 
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
+UNIT = 64
+"""What bfloat16 weights are multiplied by to be float16, and inputs divided by. From 2^-20 to 1023 no bit is lost;
+what is smaller is off by at most 2^-31."""
 
 
 @dataclass(frozen=True)
 class DeviceWeight:
-    """A linear weight [out, inner] on the device; ``whole``: with rows of zeros up to a multiple of ``EVEN``."""
+    """A linear weight [out, inner] times ``unit`` on the device; ``whole``: with rows of zeros up to a multiple of
+    ``EVEN``."""
 
     matrix: Tensor
     whole: Tensor
+    unit: float
 
 
 def pack(weight: Tensor) -> DeviceWeight:
-    out = weight.shape[0]
+    """bfloat16 as float16, unless a weight is too large for that."""
+    out, unit = weight.shape[0], 1.0
+    if weight.dtype == torch.bfloat16 and _largest(weight) <= torch.finfo(torch.float16).max / UNIT:
+        unit, weight = UNIT, torch.mul(weight, UNIT, out=torch.empty_like(weight, dtype=torch.float16))
     whole = pad(weight, (0, 0, 0, -out % EVEN)) if out % EVEN else weight
-    return DeviceWeight(whole[:out], whole)
+    return DeviceWeight(whole[:out], whole, unit)
+
+
+def _largest(weight: Tensor) -> float:
+    least, most = torch.aminmax(weight)
+    return float(torch.maximum(-least, most))  # NaN if one is
 
 
 @triton.jit
@@ -98,9 +115,10 @@ def _inputs(x, gate, factor, row, k, here, KIND: tl.constexpr, HEAD: tl.constexp
 
 @triton.jit
 def _factors(
-    x, gate, norm, row, k, here, eps, offset, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
+    x, gate, norm, row, k, here, eps, offset, unit, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
-    """[chunks, chunk, rows]: what meets the weight, as the sum of two of its type; and each row's sum of squares."""
+    """[chunks, chunk, rows]: what meets the weight, as the sum of one of its type and one / LOW; and each row's sum of
+    squares."""
     values, plain = _inputs(x, gate, _factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD)
     squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
     if KIND == GATED_NORM:
@@ -108,8 +126,9 @@ def _factors(
         heads = tl.reshape(plain * plain, (shape[0], shape[1] // HEAD, HEAD, shape[2]))
         scales = (1.0 / tl.sqrt(tl.sum(heads, axis=2) / HEAD + eps))[:, :, None, :]
         values *= tl.reshape(tl.broadcast_to(scales, (shape[0], shape[1] // HEAD, HEAD, shape[2])), shape)
+    values *= unit
     high = values.to(TYPE)
-    return high, (values - high.to(tl.float32)).to(TYPE), squares
+    return high, ((values - high.to(tl.float32)) * LOW).to(TYPE), squares
 
 
 @triton.jit
@@ -146,7 +165,7 @@ def _finished(total, beside, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.c
 
 @triton.jit
 def _linear(
-    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, parts, eps, offset,
+    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, parts, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
     NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
@@ -164,10 +183,10 @@ def _linear(
     prefetch(weight + tl.minimum(lines, (0 * lines + columns) * inner - 1))
     wait()
     high, low, squares = _factors(
-        x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset,
+        x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset, unit,
         KIND, HEAD, weight.dtype.element_ty,
     )  # fmt: skip
-    total = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
+    total, lower = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32), tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
     for step in range(count * parts):
         column, part = (first + step // parts) * BLOCK + tl.arange(0, BLOCK), step % parts * (CHUNKS * CHUNK)
         here = column < columns
@@ -180,17 +199,17 @@ def _linear(
         if (step > 0) & (parts > 1):
             k, inside = part + across, (part + across < inner) & present[None, None, :]
             high, low, more = _factors(
-                x, gate, norm, row[None, None, :], k, inside, eps, offset, KIND, HEAD, weight.dtype.element_ty
+                x, gate, norm, row[None, None, :], k, inside, eps, offset, unit, KIND, HEAD, weight.dtype.element_ty
             )  # fmt: skip
             squares = tl.where(part == 0, 0.0, squares) + more
-        total = tl.where(part == 0, 0.0, total)
+        total, lower = tl.where(part == 0, 0.0, total), tl.where(part == 0, 0.0, lower)
         if tile.dtype == tl.float32:
             total = tl.dot(tile, high, total, input_precision="tf32x3")
         else:
-            total = tl.dot(tile, low, total)
+            lower = tl.dot(tile, low, lower)
             total = tl.dot(tile, high, total)
         if step % parts == parts - 1:
-            result = tl.sum(total, axis=0)
+            result = tl.sum(total + lower * (1 / LOW), axis=0)
             if KIND == NORM:
                 result *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
             result = _finished(result, beside, BIAS, BASE, RANKS)
@@ -210,7 +229,7 @@ def _linear(
 
 @triton.jit
 def _row(
-    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset,
+    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr,
@@ -235,7 +254,7 @@ def _row(
         heads = tl.reshape(plain * plain, (INNER // HEAD, HEAD))
         scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
         values *= tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
-    total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * scale
+    total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * (scale * unit)
     tl.store(out + column, _finished(total, beside, BIAS, BASE, RANKS), mask=here)
     if WIDTH:
         slide(out, conv, live, column, columns, row, columns, past, WIDTH)
@@ -313,7 +332,7 @@ def linear(
         block = max(1, (min(OUTPUTS, width // 256) or OUTPUTS) * 2 // size)
         programs = cdiv(columns, block)
         launch(
-            _row, (programs,), *inputs, *after, columns, inner, eps, offset,
+            _row, (programs,), *inputs, *after, columns, inner, eps, offset, 1 / weight.unit,
             BLOCK=block, INNER=width, NORMED=0 if normed is None else cdiv(inner, programs),
             num_warps=max(1, width // SHARE), **options,
         )  # fmt: skip
@@ -323,7 +342,7 @@ def linear(
     blocks = cdiv(total * groups, PROGRAMS)
     programs, parts = cdiv(total, blocks), cdiv(inner, chunk * CHUNKS)
     launch(
-        _linear, (programs, groups), *inputs, *after, rows, columns, inner, blocks, parts, eps, offset,
+        _linear, (programs, groups), *inputs, *after, rows, columns, inner, blocks, parts, eps, offset, 1 / weight.unit,
         NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
         FEW=few, CHANNELS=next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
         AHEAD=next_power_of_2(min(AHEAD, cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
@@ -366,8 +385,9 @@ def matmul(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:
     """Any number of rows, in the weight's own precision with float32 sums."""
     matrix = weight.whole.t()
     if x.is_cuda and matrix.dtype != torch.float32:
-        out = torch.mm(x.to(matrix.dtype), matrix, out_dtype=torch.float32)
+        given = torch.mul(x, 1 / weight.unit, out=torch.empty_like(x, dtype=matrix.dtype))
+        out = torch.mm(given, matrix, out_dtype=torch.float32)
     else:
-        out = x @ matrix.float()
+        out = x @ matrix.float() / weight.unit
     out = out[:, : weight.matrix.shape[0]].contiguous()
     return out if bias is None else out + bias

@@ -13,6 +13,8 @@ from engine.layers.ops import CPU, Norm, Ops
 from engine.weights.errors import MissingTensor
 from engine.weights.source import Source
 
+EMBEDDING = "embed_tokens.weight"
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -44,7 +46,7 @@ class Loader:
         return self.ops.pack_experts(*self.source.experts(name, experts, inner, hidden))
 
     def embedding(self, vocab: int, hidden: int) -> Tensor:
-        return self.source.matrix("embed_tokens.weight", vocab, hidden).to(self.device)
+        return self.source.matrix(EMBEDDING, vocab, hidden).to(self.device)
 
     def head(self, embedding: Tensor, tied: bool) -> Any:
         """The output matrix [vocab, hidden], packed; the embedding where it is tied."""

@@ -166,7 +166,7 @@ class Sizes(RandomSource):
     """Weights that are nowhere."""
 
     def __init__(self) -> None:
-        self.dtype = torch.bfloat16
+        self.dtype = torch.float16
 
     def _normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -84,6 +84,18 @@ def test_linear(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
     compare(run)
 
 
+@pytest.mark.parametrize("largest", [1000.0, 2000.0, float("inf"), float("nan")])
+def test_bfloat16_weights_become_float16_where_they_fit(largest: float) -> None:
+    weight = Draws(7)(9, 65).bfloat16()
+    weight[3, 4] = largest
+    packed, fits = DEVICE.pack(weight), largest == 1000
+    assert packed.matrix.dtype == (torch.float16 if fits else torch.bfloat16)
+    assert torch.equal(packed.matrix.float().nan_to_num() / packed.unit, weight.float().nan_to_num())
+    if fits:
+        for rows in (1, 5, 17):
+            compare(lambda ops: (ops.linear(Draws(rows)(rows, 65, scale=1e5), ops.pack(weight)),))  # noqa: B023
+
+
 def test_a_row_of_linear_is_the_same_in_any_company() -> None:
     draw = Draws(0)
     packed, x = DEVICE.pack(draw(70, 700)), draw(16, 700)
