@@ -21,7 +21,7 @@ from server.generate import engine_anchors
 from server.protocols import chat, responses
 from server.protocols.anthropic import ANTHROPIC
 from server.protocols.base import WireProtocol
-from sessions.tracker import Sessions
+from sessions.tracker import Reuse, Sessions
 
 _T = TypeVar("_T")
 
@@ -121,7 +121,7 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
         anchors = clock.time("anchors", lambda: engine_anchors(visit.anchors(prompt)))  # noqa: B023
         request = Request(str(number), memoryview(prompt.packed).cast("I"), Sampling(100), anchors)
         clock.time("engine message", lambda: encode_parts(request))  # noqa: B023
-        report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt), worker_cause="none")
+        report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
         visit.finish(prompt, said, (Text("Done."),), (), report, complete=True)
     order = (
         "parse",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -62,6 +62,12 @@ class Usage:
     written: int = 0
     output: int = 0
     reasoning: int = 0
+
+    @classmethod
+    def of(cls, prompt: int, resumed: int, checkpoints: Iterable[int], *, output: int = 0, reasoning: int = 0) -> Usage:
+        """``checkpoints``: the positions of those that are kept of the prompt and the answer."""
+        kept = min(prompt, max(checkpoints, default=0))
+        return cls(prompt, resumed, max(0, kept - resumed), output, reasoning)
 
 
 @dataclass(frozen=True)

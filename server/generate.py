@@ -31,6 +31,7 @@ from server.state import ServerState
 from sessions.tracker import AnchorPoint, RequestMeta, Visit
 
 _Number = TypeVar("_Number", int, float)
+_T = TypeVar("_T")
 _SEEDS = 1 << 63
 
 
@@ -159,23 +160,32 @@ async def worker(state: ServerState) -> ModelInfo:
 async def render(
     state: ServerState, conversation: Conversation, thinking: bool, effort: Effort | None = None
 ) -> Prompt:
-    """The prompt, rendered off the event loop unless that takes longer than the rendering. What cannot fit the context
-    is refused before it is tokenized. Raises ApiError."""
+    """The prompt, rendered off the event loop unless that takes longer than the rendering. Raises ApiError."""
+    family = state.family
+    if not state.render_limiter.borrowed_tokens:
+        try:
+            prompt = family.render_on(conversation, thinking=thinking, effort=effort)
+        except RenderError as error:
+            raise ApiError("invalid", str(error)) from error
+        if prompt is not None:
+            return prompt
+    return await rendered(state, conversation, partial(family.render, conversation, thinking=thinking, effort=effort))
+
+
+async def rendered(state: ServerState, conversation: Conversation, work: Callable[[], _T]) -> _T:
+    """What ``work`` makes of a conversation, off the event loop. What cannot fit the context is refused before it is
+    tokenized. Raises ApiError."""
     info = state.engine.info
     most = sys.maxsize if info is None else context_limit(state, info) - 1
 
-    def work() -> Prompt:
+    def checked() -> _T:
         least = state.family.least_tokens(conversation)
         if least > most:
             raise ApiError.prompt_too_long(least, most, counted=False)
-        return state.family.render(conversation, thinking=thinking, effort=effort)
+        return work()
 
     try:
-        if not state.render_limiter.borrowed_tokens:
-            prompt = state.family.render_on(conversation, thinking=thinking, effort=effort)
-            if prompt is not None:
-                return prompt
-        return await to_thread.run_sync(work, limiter=state.render_limiter)
+        return await to_thread.run_sync(checked, limiter=state.render_limiter)
     except RenderError as error:
         raise ApiError("invalid", str(error)) from error
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property
 from typing import Literal, Protocol
 
-from engine.api import Anchor, Done, Failed, Reuse, Tokens
+from engine.api import Anchor, Done, Failed, Tokens
+from engine.api import Reuse as EngineReuse
 from engine.client import EngineError, EngineStream
 from parsers.conversation import Text, ToolCall
 from parsers.events import Event
@@ -18,7 +19,7 @@ from server.answers import Finished, GenerationEvent, Options, Progress, Reason,
 from server.blocks import Assembler, BlockDelta, BlockEvent
 from server.errors import ApiError
 from server.state import ServerState
-from sessions.tracker import ReuseReport, Visit
+from sessions.tracker import Reuse, ReuseReport, Visit
 
 _log = logging.getLogger(__name__)
 
@@ -179,23 +180,16 @@ class Generation:
             return "length"
         return "tool_calls" if self._assembler.calls else "stop"
 
-    def _account(self, reuse: Reuse) -> None:
+    def _account(self, reuse: EngineReuse) -> None:
         """Usage and report from the engine's plan, or from what happened in the end."""
-        size = len(self.prompt)
-        kept = min(size, max(self._checkpoints, default=0))
-        self.usage = Usage(
-            size, reuse.resumed, max(0, kept - reuse.resumed), len(self._sampled), self._reasoning_tokens()
+        self.usage = Usage.of(
+            len(self.prompt),
+            reuse.resumed,
+            self._checkpoints,
+            output=len(self._sampled),
+            reasoning=self._reasoning_tokens(),
         )
-        self.report = self._visit.report(
-            self.prompt,
-            resumed=reuse.resumed,
-            replayed=reuse.replayed,
-            new=reuse.new,
-            worker_cause=reuse.cause,
-            host=reuse.host,
-            disk=reuse.disk,
-            remote=reuse.remote,
-        )
+        self.report = self._visit.report(self.prompt, by_origin(reuse), reuse.cause)
 
     def _reasoning_tokens(self) -> int:
         total = 0
@@ -229,11 +223,7 @@ class Generation:
         counters.output_tokens += len(self._sampled)
         if self.report is None:
             return
-        counters.prompt_tokens += self.report.prompt
-        counters.resumed_tokens += self.report.resumed
-        counters.host_tokens += self.report.host
-        counters.disk_tokens += self.report.disk
-        counters.replayed_tokens += self.report.replayed
+        counters.count(self.report)
         self._visit.finish(
             self.prompt,
             self._delivered(),
@@ -244,6 +234,11 @@ class Generation:
         )
         if self._visit.followup is not None:
             self._state.idle.offer(self._visit.followup)
+
+
+def by_origin(reuse: EngineReuse) -> Reuse:
+    """The engine's numbers as sessions count them."""
+    return Reuse(reuse.resumed, reuse.replayed, reuse.new, reuse.host, reuse.disk, reuse.remote)
 
 
 def _joined(events: Sequence[GenerationEvent]) -> list[GenerationEvent]:

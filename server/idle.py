@@ -106,15 +106,8 @@ class Idle:
 
     async def _prefill(self, prediction: Prediction) -> Done | None:
         """None when the engine failed, or could not take it."""
-        request = Request(
-            id=uuid4().hex,
-            tokens=prediction.tokens,
-            sampling=Sampling(max_tokens=0, temperature=0.0),
-            anchors=tuple(map(Anchor._make, prediction.anchors)),
-            session=prediction.session,
-            namespace=prediction.namespace,
-            background=True,
-        )
+        anchors = tuple(map(Anchor._make, prediction.anchors))
+        request = prefill_request(prediction.tokens, anchors, prediction.session, prediction.namespace, background=True)
         try:
             stream = self._engine.submit(request)
         except EngineError as error:
@@ -125,3 +118,11 @@ class Idle:
             if isinstance(reply, Done):
                 return reply
         return None
+
+
+def prefill_request(
+    tokens: tuple[int, ...], anchors: tuple[Anchor, ...], session: str, namespace: str, *, background: bool = False
+) -> Request:
+    """Computes tokens and samples none."""
+    sampling = Sampling(max_tokens=0, temperature=0.0)
+    return Request(uuid4().hex, tokens, sampling, anchors, session=session, namespace=namespace, background=background)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from functools import partial
 from typing import Literal
-from uuid import uuid4
 
-from anyio import to_thread
-
-from engine.api import Done, Failed, Request, Reuse, Sampling
+from engine.api import Done, Failed
 from engine.client import EngineStream
 from parsers.conversation import Conversation
-from parsers.load import RenderError
 from server import generate
 from server.answers import Finished, GenerationEvent, Options, Progress, Usage
 from server.errors import ApiError
+from server.generation import by_origin
+from server.idle import prefill_request
 from server.state import ServerState
-from sessions.idle import Opening, opening
+from sessions.idle import opening
 from sessions.tracker import RequestMeta
 
 _log = logging.getLogger(__name__)
@@ -31,30 +29,16 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
     info = await generate.worker(state)
     visit = state.sessions.begin(meta, conversation, info.incarnation, info.fingerprint)
     state.idle.interrupt(visit.session_id)
+    asked = visit.conversation
+    begin = await generate.rendered(
+        state, asked, partial(opening, state.family, asked, options.thinking, options.effort)
+    )
     most = generate.context_limit(state, info) - 1
-
-    def work() -> Opening:
-        least = state.family.least_tokens(visit.conversation)
-        if least > most:
-            raise ApiError.prompt_too_long(least, most, counted=False)
-        return opening(state.family, visit.conversation, options.thinking, options.effort)
-
-    try:
-        begin = await to_thread.run_sync(work, limiter=state.render_limiter)
-    except RenderError as error:
-        raise ApiError("invalid", str(error)) from error
     if len(begin.tokens) > most:
         raise ApiError.prompt_too_long(len(begin.tokens), most)
     if not begin.tokens:
         return Prefill(state, visit.session_id, None, 0)
-    request = Request(
-        id=uuid4().hex,
-        tokens=begin.tokens,
-        sampling=Sampling(max_tokens=0, temperature=0.0),
-        anchors=generate.engine_anchors(begin.anchors),
-        session=visit.session_id,
-        namespace=meta.namespace,
-    )
+    request = prefill_request(begin.tokens, generate.engine_anchors(begin.anchors), visit.session_id, meta.namespace)
     stream = generate.submit(state, request)
     return Prefill(state, visit.session_id, stream, len(begin.tokens))
 
@@ -97,7 +81,8 @@ class Prefill:
                     if reply.reason in ("error", "abort"):
                         raise ApiError("internal", f"the engine ended the request: {reply.reason}")
                     self._ended = True
-                    self.usage = self._counted(reply.reuse, reply.checkpoints)
+                    self.usage = Usage.of(self.usage.prompt, reply.reuse.resumed, reply.checkpoints)
+                    self._state.counters.count(by_origin(reply.reuse))
                     yield [Finished("stop", "", self.usage, self.session_id)]
                     return
 
@@ -108,14 +93,3 @@ class Prefill:
             self._state.counters.open_generations -= 1
             if self._stream is not None and not self._ended:
                 await self._stream.abort()
-
-    def _counted(self, reuse: Reuse, checkpoints: tuple[int, ...]) -> Usage:
-        size = self.usage.prompt
-        counters = self._state.counters
-        counters.prompt_tokens += size
-        counters.resumed_tokens += reuse.resumed
-        counters.host_tokens += reuse.host
-        counters.disk_tokens += reuse.disk
-        counters.replayed_tokens += reuse.replayed
-        kept = min(size, max(checkpoints, default=0))
-        return replace(self.usage, cached=reuse.resumed, written=max(0, kept - reuse.resumed))

@@ -20,7 +20,7 @@ from server.logprobs import LogprobFormat, logprob_format
 from server.script import Script
 from server.settings import ServerSettings
 from sessions.anchors import watch_points
-from sessions.tracker import Sessions
+from sessions.tracker import Reuse, Sessions
 
 
 @dataclass
@@ -42,6 +42,14 @@ class Counters:
     tolerated: int = 0
     empty_answers: int = 0
     script_misses: int = 0
+
+    def count(self, reuse: Reuse) -> None:
+        """A prompt, by where its tokens came from."""
+        self.prompt_tokens += reuse.prompt
+        self.resumed_tokens += reuse.resumed
+        self.host_tokens += reuse.host
+        self.disk_tokens += reuse.disk
+        self.replayed_tokens += reuse.replayed
 
     def values(self) -> dict[str, int]:
         return asdict(self)

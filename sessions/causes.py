@@ -6,7 +6,7 @@ Divergence is judged on tokens, because they are what the engine has; its name i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from parsers.render import Span
@@ -63,15 +63,24 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of a prompt by origin: restored, computed before and again now, never computed before."""
+    """Tokens of a prompt by origin: ``resumed`` were restored, ``replayed`` computed before and again now, ``new`` were
+    never computed before. Of what was resumed, ``host`` tokens came from the host's memory, ``disk`` from disk,
+    ``remote`` from a tier that a remote engine does not name, and the others from the ``device``."""
 
     resumed: int
     replayed: int
     new: int
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
 
     @property
     def prompt(self) -> int:
         return self.resumed + self.replayed + self.new
+
+    @property
+    def device(self) -> int:
+        return self.resumed - self.host - self.disk - self.remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +142,7 @@ def counted(seen: Facts) -> Reuse:
     """The worker's numbers, with what the branch knows to be computed before counted as replayed instead of new; where
     a remote engine tells no numbers, there is nothing to count."""
     missing = 0 if seen.worker_cause == "unreported" else max(seen.forgotten, 0)
-    return Reuse(seen.reuse.resumed, seen.reuse.replayed + missing, seen.reuse.new - missing)
+    return replace(seen.reuse, replayed=seen.reuse.replayed + missing, new=seen.reuse.new - missing)
 
 
 def explain(seen: Facts) -> Cause | None:

@@ -13,7 +13,7 @@ from parsers.load import Family
 from sessions import archive
 from sessions.anchors import AnchorPoint
 from sessions.archive import ArchiveError
-from sessions.causes import Asked, Cause
+from sessions.causes import Asked, Cause, Reuse
 from sessions.digest import Digests, TurnDigest, digest, head_turns, system_digest
 from sessions.exact import Verdict, next_link
 from sessions.harness import (
@@ -41,6 +41,7 @@ __all__ = [
     "Limits",
     "RequestMeta",
     "RequestRecord",
+    "Reuse",
     "ReuseReport",
     "SessionDetail",
     "SessionSummary",
@@ -356,21 +357,21 @@ class Sessions:
         session.prompt = report.prompt
         session.history.append(
             RequestRecord(
-                session.requests,
-                self._clock(),
-                branch.name,
-                place.kind,
-                report.prompt,
-                report.resumed,
-                report.replayed,
-                report.new,
-                report.cause,
-                len(done.sampled.ids),
-                done.complete,
-                report.device,
-                report.host,
-                report.disk,
-                report.remote,
+                number=session.requests,
+                time=self._clock(),
+                branch=branch.name,
+                kind=place.kind,
+                prompt=report.prompt,
+                resumed=report.resumed,
+                replayed=report.replayed,
+                new=report.new,
+                cause=report.cause,
+                sampled=len(done.sampled.ids),
+                complete=done.complete,
+                device=report.device,
+                host=report.host,
+                disk=report.disk,
+                remote=report.remote,
             )
         )
         alive = self._sessions.get(session.id) is session and session.branches.get(branch.name) is branch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from parsers.conversation import Block, Conversation, Sampled, Turn
 from parsers.events import Boundary
@@ -28,24 +28,14 @@ _CALL_PREFIX: dict[Protocol, str] = {
 }
 
 
-@dataclass(frozen=True)
-class ReuseReport:
-    """Where a prompt's tokens came from: ``resumed`` + ``replayed`` + ``new`` == ``prompt``. ``replayed`` counts what
-    this branch had computed before and had to compute again, be it by a worker that is gone. ``resumed`` is the sum of
-    what came from the ``device``, from the ``host``'s memory, from ``disk`` and from a tier that a ``remote`` engine
-    does not name. ``explained`` is False where no rule named the cause, which is an error of ours. ``divergence``:
-    where the prompt left what its branch had before. ``lead``: what leads to the place where its opening left
-    all that was known, if that is worth remembering (see ``partings``)."""
+@dataclass(frozen=True, kw_only=True)
+class ReuseReport(Reuse):
+    """Where a prompt's tokens came from, and why. ``replayed`` counts what this branch had computed before and had to
+    compute again, be it by a worker that is gone. ``explained`` is False where no rule named the cause, which is an
+    error of ours. ``divergence``: where the prompt left what its branch had before. ``lead``: what leads to the place
+    where its opening left all that was known, if that is worth remembering (see ``partings``)."""
 
-    prompt: int
-    resumed: int
-    replayed: int
-    new: int
     cause: Cause
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    remote: int = 0
     explained: bool = True
     divergence: Divergence = "append"
     lead: bytes = b""
@@ -148,40 +138,21 @@ class Visit:
         """For a thinking's signature or encrypted_content: the client sends it back as it is."""
         return "ft" + secrets.token_hex(16)
 
-    def report(
-        self,
-        prompt: Prompt,
-        *,
-        resumed: int,
-        replayed: int,
-        new: int,
-        worker_cause: str,
-        host: int = 0,
-        disk: int = 0,
-        remote: int = 0,
-    ) -> ReuseReport:
-        """``resumed`` etc. are the worker's numbers, at admission its plan; ``host``, ``disk`` and ``remote`` are parts
-        of ``resumed``. The first report says that the request was accepted."""
+    def report(self, prompt: Prompt, reuse: Reuse, worker_cause: str) -> ReuseReport:
+        """``reuse`` as the worker tells it, at admission its plan. The first report says that the request was
+        accepted."""
         accept, self._accept = self._accept, None
         if accept is not None:
             self._place = accept(self._place)
         now = self._asked_with(prompt)
-        reuse = Reuse(resumed, replayed, new)
         seen = facts(now, prompt.spans, self._pasts, reuse, worker_cause, elsewhere=self._place.elsewhere)
-        reuse, cause = counted(seen), explain(seen)
+        cause = explain(seen)
         return ReuseReport(
-            reuse.prompt,
-            reuse.resumed,
-            reuse.replayed,
-            reuse.new,
-            cause or "history_edited",
-            reuse.resumed - host - disk - remote,
-            host,
-            disk,
-            remote,
-            cause is not None,
-            divergence(seen),
-            lead(now.tokens, opening(prompt.spans), resumed, replayed),
+            *astuple(counted(seen)),
+            cause=cause or "history_edited",
+            explained=cause is not None,
+            divergence=divergence(seen),
+            lead=lead(now.tokens, opening(prompt.spans), reuse.resumed, reuse.replayed),
         )
 
     def finish(

@@ -12,6 +12,7 @@ from engine.api import Anchor, Watch
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.load import Family
 from server.blocks import Assembler
+from server.generation import by_origin
 from sessions.anchors import watch_points
 from sessions.persist import Persist, PersistConfig
 from sessions.tracker import RequestMeta, ReuseReport, Sessions
@@ -85,10 +86,7 @@ class House:
             assembler.feed(parser.feed(token))
         assembler.feed(parser.finish("stop"))
         assembler.close(complete=True)
-        reuse = done.reuse
-        report = visit.report(
-            prompt, resumed=reuse.resumed, replayed=reuse.replayed, new=reuse.new, worker_cause=reuse.cause
-        )
+        report = visit.report(prompt, by_origin(done.reuse), done.reuse.cause)
         visit.finish(prompt, forced, assembler.blocks, assembler.boundaries, report, complete=True)
         return Reply(report, prompt.ids, forced, visit.session_id), tuple(assembler.blocks)
 

@@ -21,7 +21,7 @@ from parsers.tokens import Tokenizer
 from sessions.digest import pack
 from sessions.persist import Persist, PersistConfig
 from sessions.session import Limits
-from sessions.tracker import RequestMeta, ReuseReport, Sessions, Visit
+from sessions.tracker import RequestMeta, Reuse, ReuseReport, Sessions, Visit
 from tests.sessions.persist_support import Open
 
 WORD = re.compile(r"<[/a-z_]+>|\w+|\s+|[^\w\s]")
@@ -237,9 +237,7 @@ class Agent:
         visit = self.sessions.begin(meta or self.meta, conversation, self.engine.incarnation, self.engine.fingerprint)
         prompt = self.family.render(visit.conversation, effort=self.effort)
         divergence = self.engine.divergence(prompt.ids)
-        report = visit.report(
-            prompt, resumed=divergence, replayed=0, new=len(prompt.ids) - divergence, worker_cause="none"
-        )
+        report = visit.report(prompt, Reuse(divergence, 0, len(prompt) - divergence), "none")
         answer = self.family.sample(prompt, blocks, conversation.tools, cut)
         given, sampled = tuple(_named(block, visit) for block in answer.blocks), answer.ids
         visit.finish(prompt, sampled, given, answer.boundaries, report, cut == 0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from parsers.conversation import Conversation, Text, Turn
+from sessions.causes import Reuse
 from sessions.digest import pack
 from sessions.harness import QWEN_CODE
 from sessions.partings import DISTANCES, LENGTH, MOST, WIDTH, WORTH, lead, learnt, opening, places, split
@@ -28,8 +29,7 @@ def opened_with(world: Any, project: str, status: str, replayed: int = 0, beside
     prompt = world.family.render(visit.conversation)
     anchors = visit.anchors(prompt)
     parted = prompt.ids.index(world.family.encode(status)[0])
-    numbers = {"resumed": parted - replayed, "replayed": replayed, "new": len(prompt.ids) - parted}
-    report = visit.report(prompt, **numbers, worker_cause="none")
+    report = visit.report(prompt, Reuse(parted - replayed, replayed, len(prompt) - parted), "none")
     visit.finish(prompt, world.family.encode("Done."), (Text("Done."),), (), report, True)
     return [parted - anchor.position for anchor in anchors if anchor.kind == "parting" and anchor.pinned]
 

@@ -10,6 +10,7 @@ import pytest
 
 from parsers.conversation import Block, Conversation, Sampled, Text, Thinking, ToolCall, Turn
 from sessions.session import Limits
+from sessions.tracker import Reuse
 
 
 def without_thinking(turn: Turn) -> Turn:
@@ -73,7 +74,7 @@ def test_an_answer_without_exact_tokens_does_not_get_those_of_another(keeping_wo
     agent = keeping_world.claude().user("continue")
     visit = keeping_world.sessions.begin(agent.meta, Conversation(tuple(agent.turns), agent.tools), "one")
     prompt = keeping_world.family.render(visit.conversation)
-    report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     visit.finish(prompt, (), (Text("Done."),), (), report, True)
     agent.turns.append(Turn("assistant", (Text("Done."),)))
     second = say(agent.user("continue"), Thinking("hm"), Text("Done."), echo=without_thinking)

@@ -9,7 +9,7 @@ from typing import Any
 
 from parsers.conversation import Conversation, Text, Thinking, ToolCall, Turn
 from sessions.session import Limits
-from sessions.tracker import RequestMeta
+from sessions.tracker import RequestMeta, Reuse
 
 
 def call() -> ToolCall:
@@ -141,7 +141,7 @@ def test_a_request_that_ends_after_its_session_was_forgotten_leaves_nothing(worl
     agent = world.chat().user("Hello")
     visit = world.sessions.begin(agent.meta, Conversation(tuple(agent.turns)), "one")
     prompt = world.family.render(visit.conversation)
-    report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     assert world.sessions.forget(visit.session_id)
     visit.finish(prompt, (1, 2), (Text("Hi."),), (), report, True)
     assert world.sessions.stats()["session_tokens"] == world.sessions.stats()["session_prefix_keys"] == 0
@@ -151,7 +151,7 @@ def test_finish_counts_once_and_an_empty_answer_is_not_remembered(world: Any) ->
     agent = world.claude().user("Hello")
     visit = world.sessions.begin(agent.meta, Conversation(tuple(agent.turns)), "one")
     prompt = world.family.render(visit.conversation)
-    report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     for _ in range(2):
         visit.finish(prompt, (), (), (), report, False)
     assert world.sessions.list()[0].requests == 1
@@ -166,7 +166,7 @@ def test_an_answer_without_exact_tokens_still_leaves_its_prompt(keeping_world: A
     agent = keeping_world.claude().user("Hello")
     visit = keeping_world.sessions.begin(agent.meta, Conversation(tuple(agent.turns), agent.tools), "one")
     prompt = keeping_world.family.render(visit.conversation)
-    report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     visit.finish(prompt, (), (Text("Hi."),), (), report, True)
     keeping_world.engine.known.append(prompt.ids)
     agent.turns.append(Turn("assistant", (Text("Hi."),)))
@@ -240,7 +240,7 @@ def test_two_first_requests_at_once_are_one_session(world: Any) -> None:
     visits = [world.sessions.begin(RequestMeta("chat"), conversation, "one") for _ in range(2)]
     prompt = world.family.render(conversation)
     for visit in visits:
-        report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+        report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
         visit.finish(prompt, (1, 2), (Text("Hi."),), (), report, True)
     (summary,) = world.sessions.list()
     assert {visit.session_id for visit in visits} == {summary.id}

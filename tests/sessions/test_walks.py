@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parsers.conversation import Block, Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
-from sessions.tracker import RequestMeta, Sessions, Visit
+from sessions.tracker import RequestMeta, Reuse, Sessions, Visit
 from sessions.walks import _TURNS, Walk, Walks
 
 TOOLS = (Tool("look", "Looks.", {"type": "object", "properties": {"n": {"type": "integer"}}}), Tool("wait"))
@@ -79,7 +79,7 @@ def test_it_is_the_same_as_from_the_start(
         if remembered:
             for visit in (one, other):
                 prompt = family.render(Conversation((Turn("user", (Text("Q"),)),)))
-                report = visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+                report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
                 visit.finish(prompt, (1, 2, 3), answer, (), report, complete=True)
     ours, theirs = warm.stats(), cold.stats()
     assert {name: ours[name] for name in ours if name.startswith("echo")} == {
@@ -92,7 +92,7 @@ def test_a_session_that_is_forgotten_is_not_walked_again(family: Any) -> None:
     asked = Conversation((Turn("user", (Text("Q"),)), Turn("assistant", (Text("A"),)), Turn("user", (Text("Q"),))))
     visit = ask(sessions, family, asked, RequestMeta("chat", session_hint="s"))
     prompt = family.render(asked)
-    visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     assert sessions._walks.find(asked)[1] == 3
     assert sessions.forget(visit.session_id) and sessions._walks.find(asked)[1] == 0
 
@@ -104,11 +104,11 @@ def test_what_is_refused_is_not_remembered(family: Any) -> None:
     visit = ask(sessions, family, asked, RequestMeta("chat", session_hint="s"))
     assert not sessions._walks._known
     prompt = family.render(asked)
-    visit.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
     assert len(sessions._walks._known) == 1
     late = ask(sessions, family, asked, RequestMeta("chat", session_hint="s"))
     assert sessions.forget(visit.session_id)
-    late.report(prompt, resumed=0, replayed=0, new=len(prompt.ids), worker_cause="none")
+    late.report(prompt, Reuse(0, 0, len(prompt)), "none")
     assert not sessions._walks._known
 
 
