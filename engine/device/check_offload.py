@@ -281,7 +281,7 @@ def _same_waves(generator: torch.Generator) -> str | None:
     fetches = [Fetches.create(experts, device) for device in devices]
     where = [torch.zeros(experts, dtype=torch.int32, device=device) for device in devices]
     for call in range(24):
-        rows, half, ahead = (17, 64, 500, 3000)[call % 4], (256, 87, 40)[call % 3], False
+        rows, half = (17, 64, 500, 3000)[call % 4], (256, 87, 40)[call % 3]
         for waves_of in made:
             waves_of.costs.copy_(torch.tensor([32000, 18000, 6000, 20000, -1 if call % 5 else 20000]))
         for layer in range(layers):
@@ -292,14 +292,13 @@ def _same_waves(generator: torch.Generator) -> str | None:
             for side, how in enumerate((reference, kernels)):
                 state, of, mine, device = states[side], made[side], fetches[side], devices[side]
                 each, at = counts.to(device), where[side]
-                how.divide(state, of, each, layer, at, ahead=ahead, cpu=rows < 1000)
+                how.divide(state, of, each, layer, at, cpu=rows < 1000)
                 for wave in range(-(-experts // half)):
                     base = wave % 2 * half
                     how.take(state, of, mine, each, layer, at, base, half, first=not wave, ahead=False)
                 if layer + 1 < layers and call % 2:
                     how.place(state, of, come.to(device), layer + 1)
-                how.keep(state, of, ids[-TAIL:].to(device), rows, layer, 2 * half)
-            ahead = layer + 1 < layers and call % 2 == 1
+                how.keep(state, of, ids[-TAIL:].to(device), rows, layer, 2 * half, (0, 60, 200)[call % 3])
             for got, want in ((states[1], states[0]), (made[1], made[0])):
                 for name, tensor in vars(want).items():
                     if name not in ("experts", "moves") and not torch.equal(getattr(got, name).cpu(), tensor):

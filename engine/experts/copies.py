@@ -1,12 +1,14 @@
 """Whole layers over the link before they are routed, by the device's copy engine: faster than a kernel, and without
-taking anything from the products beside it. Where it copies from and to, the host has to say. So it chooses the slots,
-by the map as the device left it one layer ago: it waits for that, while the device has the work between two layers'
-experts to do. ``engine.experts.waves.place`` tells the device what was chosen.
+taking anything from the products beside it. Where it copies from and to, the host has to say, and knows: in such a call
+experts leave the ring only when their layer is computed, and beyond the ring those of a layer change places with each
+other alone (``engine.experts.waves.keep``). So all that a call brings follows from the map at its beginning, and the
+host waits for nothing that the call does. ``engine.experts.waves.place`` tells the device what was chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,8 @@ from torch import Tensor
 from engine.device.driver import Driver
 from engine.experts.pool import Pool
 from engine.experts.residency import Residency
-from engine.experts.waves import Waves
+from engine.experts.waves import Waves, share_of
 from engine.kernels import waves as kernels
-
-_LISTS = 4
-"""Of slots, for the device to read. One layer makes three at most, and those of the layers before it were read."""
 
 Ints = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
@@ -28,21 +27,30 @@ Came = dict[int, torch.Event | None]
 """When a layer's experts are there."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Experts of a layer, and the slots that they come to."""
+
+    layer: int
+    experts: Places
+    slots: Places
+
+
 class Copies:
-    """Brings what layers miss into the ring. ``begin`` and ``end`` come around each layer of a call that does so; then
-    a layer misses nothing once it is computed, if the ring has room for one."""
+    """Brings what layers miss, of calls that bring whole layers: ``before`` each of their layers. The ring has room for
+    a layer, so that it misses nothing once it is computed."""
 
     def __init__(self, pool: Pool, driver: Driver, residency: Residency, waves: Waves, slots: Tensor) -> None:
         self._pool, self._driver, self._residency, self._waves = pool, driver, residency, waves
         self._slots, cuda = slots, slots.device.type == "cuda"
         self._side = Side(slots.device)
         self._map = torch.empty(len(pool), dtype=torch.int32, pin_memory=cuda)
-        self._lists = torch.empty(_LISTS, pool.experts, dtype=torch.int32, pin_memory=cuda)
-        self._come = torch.empty(pool.experts, dtype=torch.int32, device=slots.device)
+        # Batches of a call: of each layer one that is the last one, and before each layer one that is not.
+        self._lists = torch.empty(2 * pool.layers, pool.experts, dtype=torch.int32, pin_memory=cuda)
+        self._come = torch.empty_like(self._lists, device=slots.device, pin_memory=False)
         self._pieces: Sequence[int] = ()
-        self._found = np.empty(0, np.int32)  # the map, with what was chosen since
+        self._plan: Iterator[list[Batch]] = iter(())
         self._turn = 0
-        self._read: torch.Event | None = None
         self._settled = self._side.mark()
 
     def start(self, pieces: Sequence[int]) -> None:
@@ -51,51 +59,35 @@ class Copies:
 
     def settle(self) -> None:
         """After a step, or when slots were given or taken: the map is that of all before this."""
-        self._settled, self._read = self._side.mark(), None
+        self._settled = self._side.mark()
 
-    def begin(self, layer: int, ring: int) -> Came:
-        """Before a layer's experts: those that are missing, and of the next one what has room beside them. Waits for
-        the layer before it, and in the first one of a call for the step before it."""
-        if self._read is None or layer == 0:
-            after = self._settled if layer == 0 else self._side.mark()
-            self._read = self._side.run(lambda _: self._tell(), after=after)
-        read, self._read = self._read, None
-        if read is not None:
-            read.synchronize()
-        self._found = self._map.numpy().copy()
-        came = self._bring(layer, ring, kept=(), after=read)
-        return came | self._bring(layer + 1, ring, kept=(layer,), after=read)
+    def before(self, layer: int, ring: int, limit: int) -> Came:
+        """What is copied from now on, in place of what is computed: before layer 0, and after each layer before the
+        next one."""
+        after = self._side.mark()
+        if layer == 0:
+            after = self._settled
+            read = self._side.run(lambda _: self._map.copy_(self._residency.slot_of, non_blocking=True), after=after)
+            if read is not None:
+                read.synchronize()
+            self._plan, self._turn = plan(self._map.numpy().copy(), self._pool.experts, ring, limit), 0
+        return {batch.layer: self._bring(batch, after) for batch in next(self._plan, [])}
 
-    def end(self, layer: int, ring: int) -> Came:
-        """After a layer is computed: the others of the next one, in place of its experts."""
-        came = self._bring(layer + 1, ring, kept=(), after=self._side.mark())
-        self._tell()
-        self._read = self._side.mark()
-        return came
-
-    def _tell(self) -> None:
-        self._map.copy_(self._residency.slot_of, non_blocking=True)
-
-    def _bring(self, layer: int, ring: int, *, kept: Sequence[int], after: torch.Event | None) -> Came:
-        if layer == self._pool.layers:
-            return {}
-        experts, slots = choose(self._found, self._pool.experts, layer, ring, kept)
-        if not len(experts):
-            return {}
+    def _bring(self, batch: Batch, after: torch.Event | None) -> torch.Event | None:
+        told, come = self._lists[self._turn], self._come[self._turn]
         self._turn += 1
-        come = self._lists[self._turn % _LISTS]
-        numbers: Ints = come.numpy()
+        numbers: Ints = told.numpy()
         numbers.fill(-1)
-        numbers[experts] = slots
-        self._come.copy_(come, non_blocking=True)
-        kernels.place(self._residency, self._waves, self._come, layer)
-        return {layer: self._side.run(lambda stream: self._copy(layer, experts, slots, stream), after=after)}
+        numbers[batch.experts] = batch.slots
+        come.copy_(told, non_blocking=True)
+        kernels.place(self._residency, self._waves, come, batch.layer)
+        return self._side.run(lambda stream: self._copy(batch, stream), after=after)
 
-    def _copy(self, layer: int, experts: Places, slots: Places, stream: int) -> None:
+    def _copy(self, batch: Batch, stream: int) -> None:
         pool, stride, room = self._pool, self._pool.stride, self._slots.data_ptr()
-        start, end = pool.address(layer * pool.experts), pool.address((layer + 1) * pool.experts)
+        start, end = pool.address(batch.layer * pool.experts), pool.address((batch.layer + 1) * pool.experts)
         cut = next((piece for piece in self._pieces if start < piece < end), end)
-        for expert, slot, count in runs(experts, slots):
+        for expert, slot, count in runs(batch.experts, batch.slots):
             first, last, target = start + expert * stride, start + (expert + count) * stride, room + slot * stride
             middle = min(max(first, cut), last)
             for source, stop in ((first, middle), (middle, last)):
@@ -103,20 +95,39 @@ class Copies:
                     self._driver.copy(stream, target + source - first, source, stop - source)
 
 
-def choose(found: Ints, experts: int, layer: int, ring: int, kept: Sequence[int]) -> tuple[Places, Places]:
-    """Experts of a layer that are missing, and slots of the ring for them, as many as hold nothing of the layer and of
-    the layers that are ``kept``. ``found`` int32 [layers * experts]: slots as in ``Residency.slot_of``; changed to what
-    it is then."""
-    mine = found[layer * experts : (layer + 1) * experts]
-    free = np.ones(ring, bool)
-    for at in (mine, *(found[one * experts : (one + 1) * experts] for one in kept)):
-        free[at[(at >= 0) & (at < ring)]] = False
-    missing, slots = np.flatnonzero(mine < 0), np.flatnonzero(free)
-    count = min(len(missing), len(slots))
-    missing, slots = missing[:count], slots[:count]
-    found[np.isin(found, slots)] = -1
-    mine[missing] = slots
-    return missing, slots
+def plan(found: Ints, experts: int, ring: int, limit: int) -> Iterator[list[Batch]]:
+    """For each layer, before it is computed: what is brought then. ``found`` int32 [layers * experts]: slots as in
+    ``Residency.slot_of``, of which ``limit`` are used, the first ``ring`` of them, not fewer than ``experts``, as the
+    ring; it is changed.
+
+    Layers come in order, each as soon as slots of the ring are free: of layers that are computed, then of those that
+    are farthest ahead. Free slots beyond the ring are used as well, by each layer up to the same share of them all."""
+    layers = len(found) // experts
+    held = np.flatnonzero((found >= 0) & (found < limit))
+    holds = np.full(limit, -1)
+    holds[found[held]] = held
+    beyond, share, coming = np.flatnonzero(holds[ring:] < 0) + ring, share_of(layers, experts, ring, limit), 0
+    for layer in range(layers):
+        batches = []
+        while coming < layers:
+            mine = found[coming * experts : (coming + 1) * experts]
+            missing, few = np.flatnonzero(mine < 0), max(0, share - np.count_nonzero(mine >= ring))
+            whose = holds[:ring] // experts
+            whose[whose < layer] = layers
+            order = np.argsort(-whose, kind="stable")
+            free = np.concatenate((beyond[:few], order[whose[order] > coming]))[: len(missing)]
+            beyond = beyond[min(few, len(free)) :]
+            free.sort()
+            lost = holds[free]
+            found[lost[lost >= 0]] = -1
+            mine[missing[: len(free)]] = free
+            holds[free] = coming * experts + missing[: len(free)]
+            if len(free):
+                batches.append(Batch(coming, missing[: len(free)], free))
+            if len(free) < len(missing):
+                break
+            coming += 1
+        yield batches
 
 
 def runs(experts: Places, slots: Places) -> Iterator[tuple[int, int, int]]:

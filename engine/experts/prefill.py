@@ -1,8 +1,8 @@
 """Offloaded experts for more rows than one decision takes: layer by layer, wave by wave (``engine.experts.waves``).
 
 Copies run on streams of their own, ahead of the products; the CPU computes its experts meanwhile. What is brought, and
-who computes it, is decided on the device, and the host waits for nothing. But whole layers that come ahead come by the
-copy engine, and where that copies to, the host decides (``engine.experts.copies``).
+who computes it, is decided on the device, and the host waits for nothing. Whole layers that come ahead come by the copy
+engine, and where that copies to, the host decides at the beginning of a call (``engine.experts.copies``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.experts.executor import Executor
 from engine.experts.pool import Pool
 from engine.experts.residency import ONE, Decision, Residency
 from engine.experts.split import Split
-from engine.experts.waves import TAIL, Fetches, Waves
+from engine.experts.waves import TAIL, Fetches, Waves, share_of
 from engine.kernels import experts as kernels
 from engine.kernels import grouped, pairs, waves
 from engine.kernels.pairs import Ordered
@@ -30,7 +30,8 @@ CHUNK = 8192
 SUFFIX = 1024
 """Rows that an executor should take, for the CPU to help with calls of up to so many."""
 _RING = 4
-"""The ring has this part of the slots, but room for one layer, if they are as many, and not for more than two."""
+"""The ring has this part of the slots, but room for one layer, if they are as many, and not for more than 5/4 of one:
+what each misses is far less, so that the link is a layer ahead all the same."""
 _SURE = 0.9
 """Of its experts that a layer is to use, for some to be brought before they are known while the CPU helps."""
 _LISTS = 6
@@ -81,9 +82,10 @@ class Prefill:
     def resize(self, limit: int) -> None:
         """So many slots may be used."""
         self._limit, experts = limit, self._pool.experts
-        self._ring = min(limit, 2 * experts, max(limit // _RING, experts))
+        self._ring = min(limit, experts + experts // 4, max(limit // _RING, experts))
         self._whole = self._ring >= experts
         self._room = self._ring if self._whole else self._ring // 2
+        self._share = share_of(self._pool.layers, experts, self._ring, limit)
         self._copies.settle()
 
     @property
@@ -104,13 +106,14 @@ class Prefill:
         if layer == _PROBED:
             self._probe.mark("begin")
         streams = self.streams(rows)
-        if streams:
-            self._ahead |= self._copies.begin(layer, self._ring)
-        ahead, come = layer in self._ahead, self._ahead.pop(layer, None)
+        takes = self._cpu_takes(rows) and not streams
+        if streams and layer == 0:
+            self._ahead |= self._copies.before(layer, self._ring, self._limit)
+        come = self._ahead.pop(layer, None)
         parts = self._sorted(x, ids, weights)
         counts = parts[0].pairs.counts if len(parts) == 1 else _sum([part.pairs.counts for part in parts])
-        waves.divide(residency, self.waves, counts, layer, at[0], ahead=ahead, cpu=self._cpu_takes(rows))
-        if self._cpu_takes(rows):
+        waves.divide(residency, self.waves, counts, layer, at[0], cpu=takes)
+        if takes:
             self._ask(x, ids, weights, layer)
 
         y, last = torch.empty_like(x), 0 if streams else -(-self._pool.experts // self._room)
@@ -127,15 +130,15 @@ class Prefill:
                 self._probe.mark("computed")
 
         box = self._executor.layout
-        if self._cpu_takes(rows):
+        if takes:
             kernels.arrive(self._mailbox, box)
-        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring)
+        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring, 0 if streams else self._share)
         waves.move(self._slots, self.waves)
-        if streams:
-            self._ahead |= self._copies.end(layer, self._ring)
+        if streams and layer + 1 < self._pool.layers:
+            self._ahead |= self._copies.before(layer + 1, self._ring, self._limit)
         elif layer + 1 < self._pool.layers:
             self._bring_ahead(counts, layer + 1, self._ahead_of(rows))
-        if self._cpu_takes(rows):
+        if takes:
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
             waves.add_answer(y, self.waves, self._mailbox + box.y)
         if layer == _PROBED - 1:

@@ -9,8 +9,8 @@ is, so what a wave brought stays resident until its slot is needed, and nothing 
   so that both end as early as possible by ``costs``;
 * ``take``: the next wave; with ``ahead`` of the next layer, before its experts are routed;
 * ``place``: instead, what the host has chosen to bring of a whole layer (``engine.experts.copies``);
-* ``keep``: values as if the last tokens had been decoded; experts of the ring that are worth more than others
-  elsewhere go there. That is what the next decode steps find.
+* ``keep``: values as if the last tokens had been decoded; experts of the ring that are worth more than others of their
+  layer elsewhere go there. That is what the next decode steps find.
 
 Integers only: these functions are the definitions; engine/kernels/waves.py does the same on the device bit for bit.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.experts.residency import BYTES, CPU, FETCHED, HITS, OLDEST, ONE, WINDOW, Residency, used, wrap
+from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE, WINDOW, Residency, used, wrap
 
 TAIL = 32
 """Last tokens of a call whose experts are worth keeping."""
@@ -38,10 +38,10 @@ FOUND, LINK, LEFT, ROWS = range(4)
 @dataclass(frozen=True)
 class Waves:
     """``costs`` int32 [5]; ``todo`` and ``on_cpu`` int32 [experts]: 1 for those that the link still has to bring, and
-    that the CPU computes; ``brought`` int32 [2, experts]: 1 for those that came ahead, of even and of odd layers;
-    ``seeds`` int32 [experts]: 1 for those of the ring that the last rows use; ``asked`` int32 [2]: 0, and rows' experts
-    for the CPU; ``told`` int32 [layers, 4]: of each layer's last call; ``moves`` int32 [WINDOW, 2]: from slot,
-    to slot; ``moved`` int32 [1]: how many."""
+    that the CPU computes; ``brought`` int32 [layers, experts]: 1 for those that came ahead; ``seeds`` int32 [experts]:
+    1 for those of the ring that the last rows use, 2 for those beyond it; ``asked`` int32 [2]: 0, and rows' experts for
+    the CPU; ``told`` int32 [layers, 4]: of each layer's last call; ``moves`` int32 [experts, 2]: from slot, to slot;
+    ``moved`` int32 [1]: how many."""
 
     costs: Tensor
     todo: Tensor
@@ -59,8 +59,8 @@ class Waves:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return Waves(
-            costs=zeros(5), todo=zeros(experts), on_cpu=zeros(experts), brought=zeros(2, experts), seeds=zeros(experts),
-            asked=zeros(2), told=zeros(layers, 4), moves=zeros(WINDOW, 2), moved=zeros(1),
+            costs=zeros(5), todo=zeros(experts), on_cpu=zeros(experts), brought=zeros(layers, experts),
+            seeds=zeros(experts), asked=zeros(2), told=zeros(layers, 4), moves=zeros(experts, 2), moved=zeros(1),
         )  # fmt: skip
 
 
@@ -92,11 +92,9 @@ def link_experts(rows: Sequence[int], costs: Sequence[int]) -> int:
     return chosen
 
 
-def divide(
-    state: Residency, waves: Waves, counts: Tensor, layer: int, where: Tensor, *, ahead: bool, cpu: bool
-) -> None:
+def divide(state: Residency, waves: Waves, counts: Tensor, layer: int, where: Tensor, *, cpu: bool) -> None:
     """``counts`` int32 [experts]: rows of each. ``where`` int32 [experts]: slots of routed experts that are there, -1
-    for others. ``ahead``: the layer's first wave came before it was routed; ``cpu``: the CPU may be asked."""
+    for others. ``cpu``: the CPU may be asked."""
     experts, first = state.experts, layer * state.experts
     rows, found = counts.tolist(), state.slot_of[first : first + experts].tolist()
     missing = sorted((e for e in range(experts) if rows[e] and found[e] < 0), key=lambda e: (-rows[e], e))
@@ -106,8 +104,8 @@ def divide(
     _set(waves.on_cpu, dict.fromkeys(missing[on_link:], 1), 0)
     _set(where, {e: found[e] for e in there}, -1)
     left = missing[on_link:]
-    brought = waves.brought[layer % 2]
-    hits = sum(not (ahead and brought[e]) for e in there)
+    brought = waves.brought[layer]
+    hits = sum(not brought[e] for e in there)
     brought.zero_()
     pairs = sum(rows[e] for e in left)
     waves.asked[1] = pairs
@@ -139,7 +137,7 @@ def take(
         fetches.fetch[number] = torch.tensor([slot, start + e, state.parts], dtype=torch.int32)
     fetches.counts[0] = len(given)
     if ahead:
-        waves.brought[layer % 2, list(given)] = 1
+        waves.brought[layer, list(given)] = 1
     else:
         _set(where, given, -1)
         waves.todo[list(given)] = 0
@@ -159,14 +157,20 @@ def place(state: Residency, waves: Waves, come: Tensor, layer: int) -> None:
     for e, slot in coming:
         if state.slot_of[start + e] < 0:
             state.owner[slot], state.slot_of[start + e] = start + e, slot
-            waves.brought[layer % 2, e] = 1
+            waves.brought[layer, e] = 1
     state.counters[FETCHED] += len(coming) * state.parts
     state.counters[BYTES] += len(coming) * int(state.part_bytes[-1])
 
 
-def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int) -> None:
+def share_of(layers: int, experts: int, ring: int, limit: int) -> int:
+    """Of slots beyond the ring, how many each layer may take while they are free."""
+    return min(experts, max(0, limit - ring) // layers)
+
+
+def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int, share: int) -> None:
     """After a layer is computed. ``ids`` int32 [tail, k]: of its last rows, out of ``rows``; ``ring``: slots of the
-    ring. Writes ``moves``: what is to be copied within the device. Experts of this layer and the next one do not go."""
+    ring; ``share``: beyond it, the layer takes free slots up to so many. Writes ``moves``: what is to be copied within
+    the device. Experts of other layers stay where they are: those that are still to be computed would be missed."""
     experts, start = state.experts, layer * state.experts
     value, owner, slot_of = state.value.numpy(), state.owner.numpy(), state.slot_of.numpy()
     if layer == 0:
@@ -181,30 +185,27 @@ def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, rin
             value[at] = used(int(value[at]), wrap(now - ago * per_step), state.bump.numpy())
         recent |= active
 
-    def worth(flat: int) -> int:
-        return max(-OLDEST, min(wrap(int(value[flat]) - now), OLDEST))
+    def worth(expert: int) -> int:
+        return wrap(int(value[start + expert]) - now)
 
     seeds = sorted(e for e in recent if 0 <= slot_of[start + e] < ring)
-    _set(waves.seeds, dict.fromkeys(seeds, 1), 0)
-    seeds.sort(key=lambda e: -wrap(int(value[start + e]) - now))  # stable: ties to the lower id
-    limit, hand = int(state.limit), int(state.hand)
-    span = limit - ring
-    window = [ring + (hand % span + place) % span for place in range(min(WINDOW, span))] if span else []
-    victims = [slot for slot in window if owner[slot] < 0 or owner[slot] // experts not in (layer, layer + 1)]
-    victims.sort(key=lambda slot: (owner[slot] >= 0, worth(int(owner[slot])) if owner[slot] >= 0 else 0))
-    moves = [
-        (e, slot)
-        for e, slot in zip(seeds, victims, strict=False)
-        if owner[slot] < 0 or worth(start + e) > worth(int(owner[slot]))
-    ]
+    mine = [e for e in range(experts) if slot_of[start + e] >= ring]
+    _set(waves.seeds, dict.fromkeys(seeds, 1) | dict.fromkeys(mine, 2), 0)
+    limit, hand, room = int(state.limit), int(state.hand), max(0, share - len(mine))
+    window = [ring + (hand + place) % (limit - ring) for place in range(min(WINDOW, limit - ring))]
+    free = [slot for slot in window if owner[slot] < 0][:room]
+    seeds.sort(key=lambda e: -worth(e))  # stable: ties to the lower id
+    mine.sort(key=worth)
+    taken = len(free) + sum(worth(seed) > worth(e) for seed, e in zip(seeds[len(free) :], mine, strict=False))
+    targets = [*free, *(int(slot_of[start + e]) for e in mine)]
+    slot_of[[start + e for e in mine[: max(0, taken - len(free))]]] = -1
+    moves = list(zip(seeds, targets[:taken], strict=False))
     for number, (e, slot) in enumerate(moves):
         source = int(slot_of[start + e])
         waves.moves[number] = torch.tensor([source, slot], dtype=torch.int32)
-        if owner[slot] >= 0:
-            slot_of[owner[slot]] = -1
         owner[slot], owner[source], slot_of[start + e] = start + e, -1, slot
     waves.moved[0] = len(moves)
-    if moves:
+    if room:
         state.hand.fill_((hand + WINDOW) % limit)
 
 

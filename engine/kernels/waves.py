@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.experts.residency import ENTRIES, OLDEST, ONE, SHIFT, SPAN, WINDOW, Residency
+from engine.experts.residency import ENTRIES, ONE, SHIFT, SPAN, WINDOW, Residency
 from engine.experts.waves import Fetches, Waves
 from engine.kernels.launch import cdiv, launch, next_power_of_2
-from engine.kernels.resolve import FREE, NEVER
 
 CHUNK = 32
 MOVERS, PIECES = 128, 8
@@ -40,8 +39,7 @@ def _before(counts, wanted, o, e, rows, experts):
 @triton.jit(do_not_specialize=["layer"])
 def _divide(
     counts, slot_of, costs, brought, counters, todo, on_cpu, where, asked, told, layer, experts, parts,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, CPU: tl.constexpr, HALF: tl.constexpr,
-    LONG: tl.constexpr,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, CPU: tl.constexpr, HALF: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EXPERTS)
     here = e < experts
@@ -76,10 +74,8 @@ def _divide(
     tl.store(on_cpu + e, stays.to(tl.int32), mask=here)
     tl.store(where + e, tl.where(there, found, -1), mask=here)
     pairs = tl.sum(tl.where(stays, rows, 0))
-    hits = there
-    if AHEAD:
-        hits = there & (tl.load(brought + e, mask=here, other=0) == 0)
-    tl.store(brought + e, 0, mask=here)
+    hits = there & (tl.load(brought + layer * experts + e, mask=here, other=0) == 0)
+    tl.store(brought + layer * experts + e, 0, mask=here)
     tl.store(asked + 1, pairs)
     tl.store(told + layer * 4, tl.sum(there.to(tl.int32)))
     tl.store(told + layer * 4 + 1, on_link)
@@ -89,15 +85,13 @@ def _divide(
     tl.store(counters + 2, tl.load(counters + 2) + (count - on_link) * parts)
 
 
-def divide(
-    state: Residency, waves: Waves, counts: Tensor, layer: int, where: Tensor, *, ahead: bool, cpu: bool
-) -> None:
+def divide(state: Residency, waves: Waves, counts: Tensor, layer: int, where: Tensor, *, cpu: bool) -> None:
     """As the function of the same name in engine.experts.waves, for contiguous tensors on the device."""
     launch(
         _divide, (1,),
-        counts, state.slot_of, waves.costs, waves.brought[layer % 2], state.counters, waves.todo, waves.on_cpu, where,
+        counts, state.slot_of, waves.costs, waves.brought, state.counters, waves.todo, waves.on_cpu, where,
         waves.asked, waves.told, layer, state.experts, state.parts,
-        EXPERTS=_experts(state), CHUNK=CHUNK, AHEAD=ahead, CPU=cpu, HALF=ONE // 2, LONG=_LONG, num_warps=8,
+        EXPERTS=_experts(state), CHUNK=CHUNK, CPU=cpu, HALF=ONE // 2, LONG=_LONG, num_warps=8,
         early=False,
     )  # fmt: skip
 
@@ -145,7 +139,7 @@ def _take(
     tl.store(fetch + rank * 3 + 1, flat, mask=taken)
     tl.store(fetch + rank * 3 + 2, parts, mask=taken)
     if AHEAD:
-        tl.store(brought + e, 1, mask=taken)
+        tl.store(brought + flat, 1, mask=taken)
     else:
         tl.store(where + e, mine, mask=here)
         tl.store(todo + e, 0, mask=taken)
@@ -161,7 +155,7 @@ def take(
     """As the function of the same name in engine.experts.waves."""
     launch(
         _take, (1,),
-        counts, state.slot_of, state.owner, waves.todo, waves.brought[layer % 2], where, fetches.fetch, fetches.counts,
+        counts, state.slot_of, state.owner, waves.todo, waves.brought, where, fetches.fetch, fetches.counts,
         state.counters, state.part_bytes, layer, state.experts, state.parts, base, room,
         EXPERTS=_experts(state), CHUNK=CHUNK, ROOM=next_power_of_2(2 * state.experts), FIRST=first, AHEAD=ahead,
         num_warps=8, early=False,
@@ -183,7 +177,7 @@ def _place(
     tl.debug_barrier()  # that was read
     tl.store(owner + slot, tl.where(new, flat, -1), mask=coming)
     tl.store(slot_of + flat, slot, mask=new)
-    tl.store(brought + e, 1, mask=new)
+    tl.store(brought + flat, 1, mask=new)
     count = tl.sum(coming.to(tl.int32))
     tl.store(counters + 1, tl.load(counters + 1) + count * parts)
     tl.store(counters + 3, tl.load(counters + 3) + count * tl.load(part_bytes + parts).to(tl.int64))
@@ -193,19 +187,19 @@ def place(state: Residency, waves: Waves, come: Tensor, layer: int) -> None:
     """As the function of the same name in engine.experts.waves."""
     launch(
         _place, (1,),
-        come, state.slot_of, state.owner, waves.brought[layer % 2], state.counters, state.part_bytes, layer,
+        come, state.slot_of, state.owner, waves.brought, state.counters, state.part_bytes, layer,
         state.experts, state.parts, EXPERTS=_experts(state), num_warps=8, early=False,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "ring", "tail"])
+@triton.jit(do_not_specialize=["layer", "rows", "ring", "tail", "share"])
 def _keep(
     ids, slot_of, owner, value, clock, hand, limit, pace, bump, seeds, moves, moved,
-    layer, experts, ranks, tail, rows, ring,
+    layer, experts, ranks, tail, rows, ring, share,
     EXPERTS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-    SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, FREE: tl.constexpr, NEVER: tl.constexpr,
+    SHIFT: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    e, place, lane = tl.arange(0, EXPERTS), tl.arange(0, WINDOW), tl.arange(0, RANKS)
+    e, lane = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     here, flat = e < experts, layer * experts + e
     per_step, usable, start = tl.load(pace), tl.load(limit), tl.load(hand)
     step = tl.load(clock) + tl.where(layer == 0, rows, 0)
@@ -223,58 +217,60 @@ def _keep(
         recent += active
     slot = tl.load(slot_of + flat, mask=here, other=-1)
     may = here & (recent > 0) & (slot >= 0) & (slot < ring)
+    mine = here & (slot >= ring)
     tl.store(value + flat, worth, mask=here & (recent > 0))
-    tl.store(seeds + e, may.to(tl.int32), mask=here)
+    tl.store(seeds + e, tl.where(mine, 2, may.to(tl.int32)), mask=here)
     tl.debug_barrier()  # values are the new ones
     worth -= now
-    rank = e * 0
+    rank, turn = e * 0, e * 0  # among those that come, the most valuable first; among those that may go, the least
     for chunk in range(0, EXPERTS, CHUNK):
         o = chunk + tl.arange(0, CHUNK)
-        other = tl.load(seeds + o, mask=o < experts, other=0) > 0
-        theirs = tl.load(value + layer * experts + o, mask=o < experts, other=0) - now
-        first = (theirs[:, None] > worth[None, :]) | ((theirs[:, None] == worth[None, :]) & (o[:, None] < e[None, :]))
-        rank += tl.sum((first & other[:, None]).to(tl.int32), axis=0)
+        kind = tl.load(seeds + o, mask=o < experts, other=0)[:, None]
+        theirs = (tl.load(value + layer * experts + o, mask=o < experts, other=0) - now)[:, None]
+        same = (theirs == worth[None, :]) & (o[:, None] < e[None, :])
+        rank += tl.sum(((kind == 1) & ((theirs > worth[None, :]) | same)).to(tl.int32), axis=0)
+        turn += tl.sum(((kind == 2) & ((theirs < worth[None, :]) | same)).to(tl.int32), axis=0)
 
-    # The window beyond the ring: free slots first, then the lowest values, then the first ones, in one number.
-    span = usable - ring
-    at = start % tl.maximum(span, 1) + place
-    target = ring + tl.where(at >= span, at - span, at)
-    holds = tl.load(owner + target, mask=place < span, other=-1)
-    of = tl.where(holds >= 0, holds // experts, -2)
-    may_go = (place < span) & (of != layer) & (of != layer + 1)
-    lost = tl.load(value + holds, mask=holds >= 0, other=0) - now
-    lost = tl.minimum(tl.maximum(lost, -OLDEST), OLDEST)
-    key = tl.where(may_go, tl.where(holds >= 0, lost * WINDOW + place, FREE + place), NEVER)
-    turn = tl.sum((key[:, None] < key[None, :]).to(tl.int32), axis=0)
-    tl.store(moves + turn * 2, tl.where(holds >= 0, lost, FREE), mask=may_go)
-    tl.store(moves + turn * 2 + 1, target, mask=may_go)
-    tl.debug_barrier()  # victims are in order, owners have been read
-    there = may & (rank < tl.sum(may_go.to(tl.int32)))
-    least = tl.load(moves + rank * 2, mask=there, other=NEVER)
+    # Free slots of a window beyond the ring, and then those of the layer.
+    place, span, count = tl.arange(0, WINDOW), usable - ring, tl.sum(mine.to(tl.int32))
+    room = tl.maximum(share - count, 0)
+    target = ring + (start % tl.maximum(span, 1) + place) % tl.maximum(span, 1)
+    free = (place < span) & (tl.load(owner + target, mask=place < span, other=0) < 0)
+    position = tl.cumsum(free.to(tl.int32), axis=0) - 1
+    free &= position < room
+    first = tl.sum(free.to(tl.int32))
+    turn += first
+    tl.store(moves + position * 2 + 1, target, mask=free)
+    tl.store(moves + turn * 2, worth, mask=mine)
+    tl.store(moves + turn * 2 + 1, slot, mask=mine)
+    tl.debug_barrier()  # all that may go is in order
+    there = may & (rank < first + count)
+    least = tl.load(moves + rank * 2, mask=there & (rank >= first), other=0)
     to = tl.load(moves + rank * 2 + 1, mask=there, other=-1)
-    wins = there & (tl.minimum(tl.maximum(worth, -OLDEST), OLDEST) > least)
-    count = tl.sum(wins.to(tl.int32))
-    tl.debug_barrier()  # victims have been read
-    tl.store(slot_of + holds, -1, mask=may_go & (turn < count) & (holds >= 0))
+    wins = there & ((rank < first) | (worth > least))
+    taken = tl.sum(wins.to(tl.int32))
+    tl.debug_barrier()  # that was read
+    tl.store(slot_of + flat, -1, mask=mine & (turn < taken))
     tl.store(slot_of + flat, to, mask=wins)
     tl.store(owner + to, flat, mask=wins)
     tl.store(owner + slot, -1, mask=wins)
     tl.store(moves + rank * 2, slot, mask=wins)
-    tl.store(moved, count)
+    tl.store(moves + rank * 2 + 1, to, mask=wins)
+    tl.store(moved, taken)
     tl.store(clock, step)
-    if count > 0:
+    if room > 0:
         tl.store(hand, (start + WINDOW) % usable)
 
 
-def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int) -> None:
+def keep(state: Residency, waves: Waves, ids: Tensor, rows: int, layer: int, ring: int, share: int) -> None:
     """As the function of the same name in engine.experts.waves."""
     tail, ranks = ids.shape
     launch(
         _keep, (1,),
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.limit, state.pace, state.bump,
-        waves.seeds, waves.moves, waves.moved, layer, state.experts, ranks, tail, rows, ring,
-        EXPERTS=_experts(state), RANKS=next_power_of_2(ranks), CHUNK=CHUNK, WINDOW=WINDOW, SPAN=SPAN,
-        SHIFT=SHIFT, ENTRIES=ENTRIES, OLDEST=OLDEST, FREE=FREE, NEVER=NEVER, num_warps=8, early=False,
+        waves.seeds, waves.moves, waves.moved, layer, state.experts, ranks, tail, rows, ring, share,
+        EXPERTS=_experts(state), RANKS=next_power_of_2(ranks), CHUNK=CHUNK, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
+        ENTRIES=ENTRIES, num_warps=8, early=False,
     )  # fmt: skip
 
 

@@ -262,12 +262,33 @@ def test_whole_layers_come_wherever_the_others_are(made: MakeCase, monkeypatch: 
         case.offloaded.after_step()
 
 
-def test_what_is_chosen_fits() -> None:
-    """Nothing of the layer or of one that is kept goes; what else was there is known to be gone; neighbours are one."""
-    found = np.array([5, -1, 0, -1, -1, -1, 7, 1, -1, 3, 2, -1], np.int32)
-    experts, slots = copies.choose(found, 4, 1, 6, kept=(0,))
-    assert experts.tolist() == [0, 1] and slots.tolist() == [2, 3]  # 5 and 0 are kept, 1 is its own, 4 is next
-    assert found.tolist() == [5, -1, 0, -1, 2, 3, 7, 1, -1, -1, -1, -1]
+@pytest.mark.parametrize(("ring", "limit", "held"), [(8, 8, 0), (8, 30, 0), (9, 20, 20), (13, 20, 14), (16, 48, 30)])
+def test_a_plan_brings_every_layer_in_time(ring: int, limit: int, held: int) -> None:
+    """Nothing goes that is to be computed and has been brought; no slot has two; what needs no slot of a layer before
+    comes before that."""
+    experts, layers, rng = 8, 5, np.random.default_rng(ring)
+    found = np.full(layers * experts, -1, np.int32)
+    found[rng.choice(layers * experts, held, replace=False)] = rng.choice(limit, held, replace=False)
+    holds = {int(slot): int(flat) for flat, slot in enumerate(found) if slot >= 0}
+    kept = [np.count_nonzero(found[one * experts : (one + 1) * experts] >= ring) for one in range(layers)]
+    moved = ahead = 0
+    for layer, batches in enumerate(copies.plan(found.copy(), experts, ring, limit)):
+        for batch in batches:
+            assert batch.layer >= layer
+            for expert, slot in zip(batch.experts.tolist(), batch.slots.tolist(), strict=True):
+                goes = holds.get(slot, -1) // experts
+                assert slot not in holds or (slot < ring and (goes < layer or goes > batch.layer))
+                holds[slot] = batch.layer * experts + expert
+            moved, ahead = moved + len(batch.experts), max(ahead, batch.layer - layer)
+        there = list(holds.values())
+        assert all(there.count(layer * experts + expert) == 1 for expert in range(experts))
+    assert moved >= layers * experts - held and ahead >= (limit > 8)
+    now = [sum(flat // experts == one for slot, flat in holds.items() if slot >= ring) for one in range(layers)]
+    most = [max(before, waves.share_of(layers, experts, ring, limit)) for before in kept]
+    assert all(one <= other for one, other in zip(now, most, strict=True)) and (held or now == most)
+
+
+def test_neighbours_are_copied_at_once() -> None:
     assert list(copies.runs(np.array([0, 1, 2, 5, 6, 9]), np.array([3, 4, 6, 7, 8, 9]))) == [
         (0, 3, 2), (2, 6, 1), (5, 7, 2), (9, 9, 1)
     ]  # fmt: skip

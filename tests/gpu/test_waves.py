@@ -36,9 +36,9 @@ class Both:
     def __init__(self, experts: int, slots: int) -> None:
         self.want, self.got = Side(experts, slots), Side(experts, slots)
 
-    def divide(self, counts: Tensor, layer: int, *, ahead: bool, cpu: bool) -> None:
+    def divide(self, counts: Tensor, layer: int, *, cpu: bool) -> None:
         for side, how in ((self.want, waves), (self.got, kernels)):
-            how.divide(side.state, side.waves, counts, layer, side.where, ahead=ahead, cpu=cpu)
+            how.divide(side.state, side.waves, counts, layer, side.where, cpu=cpu)
         self.compare()
 
     def take(self, counts: Tensor, layer: int, base: int, room: int, *, first: bool, ahead: bool) -> None:
@@ -53,9 +53,9 @@ class Both:
             how.place(side.state, side.waves, come, layer)
         self.compare()
 
-    def keep(self, ids: Tensor, rows: int, layer: int, ring: int) -> None:
+    def keep(self, ids: Tensor, rows: int, layer: int, ring: int, share: int) -> None:
         for side, how in ((self.want, waves), (self.got, kernels)):
-            how.keep(side.state, side.waves, ids, rows, layer, ring)
+            how.keep(side.state, side.waves, ids, rows, layer, ring, share)
         self.compare()
 
     def compare(self) -> None:
@@ -102,7 +102,7 @@ def test_the_device_decides_as_the_reference(experts: int, slots: int, ranks: in
 
 
 def whole_call(both: Both, rng: random.Random, rows: int, ranks: int, half: int, *, cpu: bool) -> None:
-    want, ahead, turn, experts = both.want, False, 0, both.want.state.experts
+    want, turn, experts = both.want, 0, both.want.state.experts
     whole = 2 * half >= experts
     room, turns = (2 * half, 1) if whole else (half, -(-experts // half))
     for layer in range(LAYERS):
@@ -113,7 +113,7 @@ def whole_call(both: Both, rng: random.Random, rows: int, ranks: int, half: int,
             places = rng.sample(range(int(want.state.limit)), min(int(want.state.limit), experts // 2))
             come = torch.tensor(rng.sample(places + [-1] * (experts - len(places)), experts), dtype=torch.int32)
             both.place(come, layer + 1)
-        both.divide(counts, layer, ahead=ahead, cpu=cpu)
+        both.divide(counts, layer, cpu=cpu)
         seen = (want.where >= 0).int() + want.waves.on_cpu
         for wave in range(turns):
             turn ^= 1
@@ -122,9 +122,11 @@ def whole_call(both: Both, rng: random.Random, rows: int, ranks: int, half: int,
         assert seen.tolist() == (counts > 0).int().tolist()  # everything that is routed, exactly once
         assert not want.waves.todo.any()
         ahead = whole and layer + 1 < LAYERS and rng.random() < 0.7
-        of_layer = want.state.slot_of[layer * experts : (layer + 1) * experts] >= 0
-        both.keep(ids[-TAIL:], rows, layer, 2 * half)
-        assert torch.equal(want.state.slot_of[layer * experts : (layer + 1) * experts] >= 0, of_layer)
+        others = want.state.slot_of.clone()
+        share = rng.choice((0, waves.share_of(LAYERS, experts, 2 * half, int(want.state.limit)), experts))
+        both.keep(ids[-TAIL:], rows, layer, 2 * half, share)
+        others[layer * experts : (layer + 1) * experts] = want.state.slot_of[layer * experts : (layer + 1) * experts]
+        assert torch.equal(want.state.slot_of, others)
         if ahead:
             both.take(counts, layer + 1, 0, room, first=False, ahead=True)
             there = [want.state.slot_of[(layer + 1) * experts + e] >= 0 for e in range(experts)]
@@ -136,26 +138,25 @@ def whole_call(both: Both, rng: random.Random, rows: int, ranks: int, half: int,
 
 
 def test_what_the_last_tokens_use_is_found_by_decoding() -> None:
-    """Experts of the ring that count go elsewhere, in place of those that were not used for long."""
+    """Experts of the ring that count go elsewhere: to free slots up to the layer's share, then in place of those of the
+    layer that were not used for long. Those of other layers stay."""
     experts, ring = 8, 4
-    side = Side(experts, 10)
+    side = Side(experts, 9)
     state, made = side.state, side.waves
-    decision = Decision.create(1, 3, DEVICE)
-    state.hand.fill_(ring)
-    for ids in ([5, 6, 7], [2, 3, 4]):
-        residency.resolve(state, torch.tensor([ids], dtype=torch.int32), 2, decision)
+    decision = Decision.create(1, 2, DEVICE)
+    for layer, ids in ((2, [5, 6]), (0, [2, 3])):
         state.hand.fill_(ring)
-        state.clock.add_(1)
-    counts = torch.tensor([30, 1, 0, 0, 0, 0, 0, 0], dtype=torch.int32)
-    waves.divide(state, made, counts, 0, side.where, ahead=False, cpu=False)
-    waves.take(state, made, side.fetches, counts, 0, side.where, 0, 2, first=True, ahead=False)
-    assert side.where.tolist()[:2] == [0, 1]
-    ids = torch.tensor([[0]] * 30 + [[1]] + [[-1]], dtype=torch.int32)
-    waves.keep(state, made, ids, 32, 0, ring)
-    assert made.moves[: int(made.moved)].tolist() == [[0, 4], [1, 5]]  # both; the most useful one first
+        residency.resolve(state, torch.tensor([ids], dtype=torch.int32), layer, decision)
+    assert [int(state.slot_of[flat]) for flat in (21, 22, 2, 3)] == [4, 5, 6, 7]
+    counts = torch.tensor([9, 30, 0, 0, 1, 0, 0, 0], dtype=torch.int32)
+    waves.divide(state, made, counts, 0, side.where, cpu=False)
+    waves.take(state, made, side.fetches, counts, 0, side.where, 0, 4, first=True, ahead=False)
+    assert side.where.tolist() == [1, 0, -1, -1, 2, -1, -1, -1]
+    ids = torch.tensor([[1]] * 30 + [[0]] + [[3]], dtype=torch.int32)
+    waves.keep(state, made, ids, 32, 0, ring, 3)
+    assert made.moves[: int(made.moved)].tolist() == [[0, 8], [1, 6]]  # 3 was used, too, and 4 was not
     state.check()
-    assert [int(state.slot_of[2 * experts + e]) for e in (5, 6, 7)] == [-1, -1, 6]
-    assert int(state.value[0]) > int(state.value[1]) > int(state.value[2])
+    assert [int(state.slot_of[flat]) for flat in (0, 1, 2, 3, 4, 21, 22)] == [6, 8, -1, 7, 2, 4, 5]
 
 
 def test_no_split_is_worse_than_one_side_alone() -> None:
