@@ -108,17 +108,19 @@ class WriteBehind:
         self.pages([node], wait=True)
         for checkpoint in list(node.checkpoints.values()):
             self._leave(checkpoint)
+        if self._host is not None and node.parent is not None and node.parent.key is not None:
+            self._host.left(node.parent.key, node.tokens, state=False)
 
     def _leave(self, checkpoint: Checkpoint) -> None:
         """A host tier takes what the disk already has, too: it comes back faster from there."""
-        if self._host is not None:
-            missing = not checkpoint.superseded and not self._host.has_state(
-                *place(checkpoint.node, checkpoint.position)
-            )
-        else:
-            missing = checkpoint in self._due and checkpoint.must_keep
-        if missing:
+        if self._host is None:
+            if checkpoint in self._due and checkpoint.must_keep:
+                self.state(checkpoint, wait=True)
+            return
+        parent, tail = place(checkpoint.node, checkpoint.position)
+        if not (checkpoint.superseded or self._host.has_state(parent, tail)):
             self.state(checkpoint, wait=True)
+        self._host.left(parent, tail, state=True)
 
     def _lacks(self, node: Node, *, leaves: bool) -> bool:
         """Whether a page is for the store, and not there; or not in the host tier, if it ``leaves`` the device."""
@@ -176,10 +178,12 @@ class WriteBehind:
         """Hand over a state that is in ``slot`` and soon will not be; False if the store did not take it."""
         if self.store is None:
             return False
-        if self._renewed(parent, tail, want, session):
-            return True
-        data = self._mover.stage_state(slot, wait=True)
-        return data is not None and self._state(parent, tail, data, position, want, session)
+        kept = self._renewed(parent, tail, want, session)
+        if not kept and (data := self._mover.stage_state(slot, wait=True)) is not None:
+            kept = self._state(parent, tail, data, position, want, session)
+        if self._host is not None:
+            self._host.left(parent, tail, state=True)
+        return kept
 
     def _renewed(self, parent: bytes, tail: bytes, want: Want, session: str) -> bool:
         """Whether host memory has it, which need not be brought there again."""

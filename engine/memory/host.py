@@ -26,7 +26,8 @@ RETRY_SECONDS = 10.0
 @dataclass(eq=False, slots=True)
 class Held:
     """A page, or a state, in host memory, or on its way there. ``arrived``: seen to be here, and to have only finite
-    numbers. ``pending``: not so, or not taken by the store behind. ``gone``: only who holds it still needs it."""
+    numbers. ``pending``: not so, or not taken by the store behind. ``left``: the device has it no more. ``gone``: only
+    who holds it still needs it."""
 
     parent: bytes
     key: bytes | None
@@ -43,6 +44,7 @@ class Held:
     holds: int = 0
     arrived: bool = False
     pending: bool = True
+    left: bool = False
     gone: bool = False
     tier: Literal["host"] = "host"
     size: int = field(init=False)
@@ -125,10 +127,17 @@ class HostTier:
 
     def has_page(self, parent: bytes, tokens: bytes) -> bool:
         """Whether it is here, or more of it."""
-        return any(not one.state and one.tokens.startswith(tokens) for one in self._after.get(parent, ()))
+        return self._page(parent, tokens) is not None
 
     def has_state(self, parent: bytes, tail: bytes) -> bool:
         return self._state(parent, tail) is not None
+
+    def left(self, parent: bytes, tokens: bytes, *, state: bool) -> None:
+        """The device does not have it any more."""
+        known = self._state(parent, tokens) if state else self._page(parent, tokens)
+        if known is not None:
+            known.left = True
+            self._touch(known)
 
     def renew(self, parent: bytes, tail: bytes, *, kind: str, priority: float, pinned: bool, session: str) -> bool:
         """A checkpoint is wanted once more; False if it is not here."""
@@ -226,8 +235,10 @@ class HostTier:
 
     def hold(self, refs: Sequence[PageRef | StateRef]) -> None:
         for one in reversed([ref for ref in refs if isinstance(ref, Held)]):
-            one.holds += 1
+            one.holds, one.left = one.holds + 1, False  # the device will have it
             self._touch(one)
+            if not one.gone:
+                self._lines[one.state].push(one)
         if self.behind is not None:
             self.behind.hold([ref for ref in refs if not isinstance(ref, Held)])
 
@@ -297,6 +308,10 @@ class HostTier:
         beside = self._after.get(one.parent, ())
         return not one.state and any(other.state and one.tokens.startswith(other.tokens) for other in beside)
 
+    def _page(self, parent: bytes, tokens: bytes) -> Held | None:
+        beside = self._after.get(parent, ())
+        return next((one for one in beside if not one.state and one.tokens.startswith(tokens)), None)
+
     def _state(self, parent: bytes, tail: bytes) -> Held | None:
         return next((one for one in self._after.get(parent, ()) if one.state and one.tokens == tail), None)
 
@@ -308,10 +323,11 @@ class HostTier:
         return list(self.behind.pages(parent, keys[: max(here, 1)], tokens[: PAGE_BYTES * max(here, 1)]))
 
     def _worth(self, one: Held) -> tuple[bool, bool, int]:
-        """Least goes first: pages that nothing comes after; superseded states, pinned ones last."""
+        """Least goes first: what the device has, too, for it comes again from there; pages that nothing comes after;
+        superseded states, pinned ones last."""
         if one.state:
-            return one.pinned, not one.superseded, one.used
-        return one.key is not None and one.key in self._after, True, one.used
+            return one.left and one.pinned, one.left and not one.superseded, one.used
+        return one.key is not None and one.key in self._after, one.left, one.used
 
     def _touch(self, one: Held) -> None:
         self._clock += 1

@@ -95,6 +95,16 @@ def test_a_host_tier_that_has_room_for_little(tiny: Callable[..., Path], device:
     assert tier.evicted > 0
 
 
+def test_host_memory_first_gives_up_what_the_device_has(tiny: Callable[..., Path], device: Device) -> None:
+    """What is in both goes before what left the device, however long ago that was computed."""
+    directory, device.state_blocks, device.eager = tiny("qwen3_5_moe"), 3, 1.0
+    state = int(Bench(directory).stats()["checkpoint_slot_bytes"])
+    bench = Bench(directory, checkpoint_bytes=3 * state)
+    said = [bench.ask(prompt(session, 100), SHORT, session=f"{session}").tokens for session in range(5)]
+    assert bench.ask([*prompt(0, 100), *said[0], 3], SHORT, session="0").reuse.resumed == 102
+    bench.check()
+
+
 def test_what_was_on_its_way_when_the_process_died_is_computed_again(tiny: Callable[..., Path], device: Device) -> None:
     """Only what had arrived is with the store, and it is right."""
     directory, device.eager = tiny("qwen3_moe"), 0.0
