@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from engine.api import Abort, Admitted, Done, ModelInfo, Reply, Request, Reuse, Tokens
 from engine.messages import decode, encode
+from launchers.bench import failed, make_tiny, table, verdict
 from launchers.bench_api_bodies import PROTOCOLS, anthropic, steps_of
 from launchers.bench_api_parts import Part, Times, parts
 from parsers.load import Family, FamilyError, load_family
@@ -328,11 +328,10 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, stderr=options.json)
     try:
         with TemporaryDirectory(prefix="ft-api-") as scratch, console.status("making a checkpoint") as status:
-            model = options.model or _tiny(Path(scratch) / "tiny")
+            model = options.model or make_tiny(Path(scratch) / "tiny", "--hidden", "32", "--tied")
             results = asyncio.run(measure(model, options.tokens, options.idle_seconds, status.update))
     except (BenchError, FamilyError, OSError, httpx.HTTPError, subprocess.SubprocessError) as error:
-        console.print(f"ft bench api: error: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
+        return failed(console, "bench api", error)
     if options.json:
         print(json.dumps({**asdict(results), "missed": results.missed}, indent=2))
     else:
@@ -340,48 +339,30 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if results.missed else 0
 
 
-def _tiny(directory: Path) -> Path:
-    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(directory)]
-    subprocess.run([*make, "--tokenizer", "qwen", "--hidden", "32", "--tied"], check=True, stdout=subprocess.DEVNULL)
-    return directory
-
-
 def show(console: Console, results: Results) -> None:
     first = results.requests[0]
     title = f"one new message in a conversation of {first.tokens:,} tokens, {first.body_kb:,.0f} kB"
-    table = _table(title, "before the engine", "p99", "of it busy", "p99", "json.loads", "")
+    shown = table(title, "before the engine", "p99", "of it busy", "p99", "json.loads", "", "")
     for row in results.requests:
         both = [f"{one:.1f} ms" for times in (row.before_engine, row.busy) for one in (times.p50, times.p99)]
         loads = f"{row.loads.p50:.2f} ms"
-        table.add_row(row.path, *both, loads, f"{row.ratio:.1f}x", _verdict(row.missed))
-    console.print(table, f"goal: at most {MAX_LOADS:.0f} times json.loads of the body; aim: {AIM_MS:.0f} ms\n")
+        shown.add_row(row.path, *both, loads, f"{row.ratio:.1f}x", verdict(row.missed))
+    console.print(shown, f"goal: at most {MAX_LOADS:.0f} times json.loads of the body; aim: {AIM_MS:.0f} ms\n")
     names = (row.path.removeprefix("/v1/").partition("/")[0] for row in results.requests)
-    table = _table("what the server does before the engine, processor time", *names)
+    shown = table("what the server does before the engine, processor time", *names, "")
     for same in zip(*(row.parts for row in results.requests), strict=True):
-        table.add_row(same[0].name, *(f"{part.p50:.2f} ms (p99 {part.p99:.2f})" for part in same))
+        shown.add_row(same[0].name, *(f"{part.p50:.2f} ms (p99 {part.p99:.2f})" for part in same))
     left = (row.busy.p50 - sum(part.p50 for part in row.parts if part.name[0] != " ") for row in results.requests)
-    table.add_row("HTTP, threads, socket", *(f"{one:.2f} ms" for one in left))
-    console.print(table, "")
-    table = _table("streaming, processor time per token", "server", "engine's client alone", "overhead")
+    shown.add_row("HTTP, threads, socket", *(f"{one:.2f} ms" for one in left))
+    console.print(shown, "")
+    shown = table("streaming, processor time per token", "server", "engine's client alone", "overhead", "")
     for one in results.streams:
         shares = (f"{number:.0f} us" for number in (one.served, one.direct, one.overhead))
-        table.add_row(one.path, *shares, _verdict(one.missed))
-    console.print(table, f"goal: at most {MAX_TOKEN_US:.0f} us\n")
+        shown.add_row(one.path, *shares, verdict(one.missed))
+    console.print(shown, f"goal: at most {MAX_TOKEN_US:.0f} us\n")
     for idle_row in results.idle:
         console.print(
             f"{idle_row.streams} idle streams for {idle_row.seconds:.0f} s: {100 * idle_row.share:.2f} % of a core",
-            _verdict(idle_row.missed),
+            verdict(idle_row.missed),
         )
         console.print(f"goal: at most {100 * MAX_IDLE:.0f} %")
-
-
-def _verdict(missed: bool) -> str:
-    return "[red]missed[/]" if missed else "[green]pass[/]"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for column in (*columns, ""):
-        table.add_column(column, justify="right")
-    return table

@@ -52,17 +52,9 @@ class Part:
 NAMES = ("parse", "types", "session", "length check", "render", " template", " tokenize", "anchors", "engine message")
 
 
-class _NoHistory:
-    def find(self, namespace: str, id: str) -> list[Any] | None:
-        return None
-
-    def keep(self, namespace: str, session: str, response: dict[str, Any], items: list[Any]) -> None:
-        pass
-
-
 PROTOCOLS: dict[str, WireProtocol] = {
     "/v1/messages": ANTHROPIC,
-    "/v1/responses": responses.reader(_NoHistory(), lambda _: []),
+    "/v1/responses": responses.PLAIN,
     "/v1/chat/completions": chat.reader(lambda _: []),
 }
 
@@ -123,16 +115,4 @@ def parts(family: Family, path: str, bodies: Iterable[bytes], warm: int) -> list
         clock.time("engine message", lambda: encode_parts(request))  # noqa: B023
         report = visit.report(prompt, Reuse(0, 0, len(prompt)), "none")
         visit.finish(prompt, said, (Text("Done."),), (), report, complete=True)
-    order = (
-        "parse",
-        "types",
-        "session",
-        "length check",
-        "render",
-        " template",
-        " tokenize",
-        "anchors",
-        "engine message",
-    )
-    found = ((name, Times.of(clock.seconds[name][warm:])) for name in order)
-    return [Part(name, times.p50, times.p99) for name, times in found]
+    return [Part(name, **vars(Times.of(clock.seconds[name][warm:]))) for name in NAMES]

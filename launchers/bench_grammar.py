@@ -20,8 +20,8 @@ import numpy as np
 
 from engine.api import Sampling
 from engine.grammar import Grammars, Guide, Vocabulary
+from launchers.bench import chosen_formats
 from parsers.conversation import Tool
-from parsers.families.registry import FORMATS, find
 from parsers.format import Format
 from parsers.grammar import Demand, Tokens, constraint
 
@@ -144,12 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("tools", "parameters", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    formats = []
-    for name in options.family or [known.name for known in FORMATS]:
-        known = find(name)
-        if known is None:
-            parser.error(f"there is no family {name!r}; see: ft families")
-        formats.append(known)
+    formats = chosen_formats(parser, options.family)
     try:
         words = mistral_vocabulary()
     except FileNotFoundError as error:

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +16,11 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from launchers.bench import chosen_formats, failed, make_tiny, table, verdict
 from parsers.conversation import Conversation, Text, Thinking, Tool, ToolCall, ToolOutput, Turn
 from parsers.events import Event, ToolArgsDelta, ToolCallEnd
-from parsers.families.registry import FORMATS, find
+from parsers.families.registry import FORMATS
 from parsers.format import Format
 from parsers.guard import Guard, visible
 from parsers.load import FamilyError, load_family
@@ -276,18 +275,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args(arguments)
-    names: list[str] = options.family or [known.name for known in FORMATS]
-    found = {name: find(name) for name in names}
-    if unknown := [name for name, known in found.items() if known is None]:
-        parser.error(f"there is no family {unknown[0]!r}; see: ft families")
+    chosen = chosen_formats(parser, options.family)
     console = Console(highlight=False, stderr=options.json)
     try:
-        chosen = [known for known in found.values() if known is not None]
         parsed = [bench_parse(known, options.size) for known in track(chosen, "calls", console=console, transient=True)]
         prompts = _prompts(console, options)
     except (FamilyError, ValueError, subprocess.SubprocessError) as error:
-        console.print(f"ft bench parsers: error: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
+        return failed(console, "bench parsers", error)
     missed = [row.family for row in parsed if row.missed] + [
         f"{row.family}, {row.what}" for row in prompts if row.missed
     ]
@@ -303,7 +297,8 @@ def _prompts(console: Console, options: argparse.Namespace) -> list[PromptRow]:
     if not options.tokens:
         return []
     with TemporaryDirectory(prefix="ft-parsers-") as scratch, console.status("making checkpoints") as status:
-        models = options.model or [_tiny(arch, Path(scratch) / arch) for arch in ARCHITECTURES]
+        tiny = ("--hidden", "32", "--tied")
+        models = options.model or [make_tiny(Path(scratch) / a, *tiny, architecture=a) for a in ARCHITECTURES]
         rows = []
         for model in models:
             status.update(f"prompts of {model}")
@@ -311,35 +306,19 @@ def _prompts(console: Console, options: argparse.Namespace) -> list[PromptRow]:
         return rows
 
 
-def _tiny(architecture: str, directory: Path) -> Path:
-    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", architecture, str(directory)]
-    subprocess.run([*make, "--tokenizer", "qwen", "--hidden", "32", "--tied"], check=True, stdout=subprocess.DEVNULL)
-    return directory
-
-
 def show(console: Console, size: int, parsed: Sequence[ParseRow], prompts: Sequence[PromptRow]) -> None:
     columns = ("1 char p50", "p99", f"{PIECE} chars p50", "p99", "10x", "whole", "json.loads", "")
-    table = _table(f"a call of {size:,} bytes, us per step", *columns)
+    width = max(len(known.name) for known in FORMATS)
+    shown = table(f"a call of {size:,} bytes, us per step", *columns, first_width=width)
     for row in parsed:
         steps = (row.characters_p50, row.characters_p99, row.tokens_p50, row.tokens_p99)
         cells = (*(f"{step:.1f}" for step in steps), f"{row.growth:.1f}x", f"{row.whole_ms:.1f} ms")
-        table.add_row(row.family, *cells, f"{row.json_loads_ms:.2f} ms", _verdict(row.missed))
-    console.print(table, f"goals: p99 at most {MAX_STEP_US:.0f} us, 10 times the call at most {MAX_GROWTH:.0f}x\n")
+        shown.add_row(row.family, *cells, f"{row.json_loads_ms:.2f} ms", verdict(row.missed))
+    console.print(shown, f"goals: p99 at most {MAX_STEP_US:.0f} us, 10 times the call at most {MAX_GROWTH:.0f}x\n")
     if prompts:
-        table = _table("prompts: rendered and tokenized", "", "tokens", "from scratch", "one new message", "")
+        headings = ("", "tokens", "from scratch", "one new message", "")
+        shown = table("prompts: rendered and tokenized", *headings, first_width=width)
         for one in prompts:
             cells = (f"{one.tokens:,}", f"{one.scratch * 1000:.0f} ms", f"{one.new_message * 1000:.1f} ms")
-            table.add_row(one.family, one.what, *cells, _verdict(one.missed))
-        console.print(table, f"goal: with one new message at most {MAX_SCAN_US:.0f} us for each token of the prompt")
-
-
-def _verdict(missed: bool) -> str:
-    return "[red]missed[/]" if missed else "[green]pass[/]"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    table.add_column("", min_width=max(len(known.name) for known in FORMATS))
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+            shown.add_row(one.family, one.what, *cells, verdict(one.missed))
+        console.print(shown, f"goal: with one new message at most {MAX_SCAN_US:.0f} us for each token of the prompt")

@@ -6,22 +6,20 @@ import argparse
 import json
 import math
 import os
-import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
+from launchers.bench import failed, make_tiny, table
 from launchers.child_server import ChildServer, ChildServerError
 from launchers.replay import Replay, ReplayError, Row, write_script
 from launchers.trace import Trace, TraceError
@@ -29,7 +27,7 @@ from launchers.trace_generate import Plan, generate
 from parsers.load import FamilyError, load_family
 
 SHIPPED = Path(__file__).with_name("data") / "trace.jsonl"
-CONTEXT = "65536"
+TINY = ("--context", "65536", "--hidden", "32", "--dtype", "bfloat16", "--tied")
 MEMORY = ("--kv-bytes", "24m", "--checkpoint-bytes", "2m", "--host-cache", "16m", "--store-quota", "1g")
 """About four of the shipped trace's conversations fit on the tiny model's device, so that the others are restored."""
 MAX_APPEND, MAX_WHOLE = 1.10, 1.25
@@ -67,23 +65,12 @@ class Excess:
 
 
 class LocalServer:
-    """A server of our own on one store directory, through its restarts; sums up what each of its lives counted."""
+    """A server of our own, through its restarts; sums up what each of its lives counted."""
 
-    def __init__(self, arguments: Sequence[str], scratch: Path) -> None:
+    def __init__(self, server: ChildServer) -> None:
         self.totals: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
-        self._arguments = (*arguments, "--store", str(scratch / "store"))
-        self._scratch = scratch
-        self._lives = 0
-
-    def __enter__(self) -> Self:
-        self._start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._server.__exit__(kind, error, traceback)
+        self._server = server
 
     @property
     def url(self) -> str:
@@ -91,24 +78,13 @@ class LocalServer:
 
     def restart(self, how: str) -> bool:
         self.count()
-        if how == "kill":
-            for process in (self._server.pid, self._server.worker_pid):
-                os.kill(process, signal.SIGKILL)
-        self._server.__exit__(None, None, None)
-        self._start()
+        self._server.restart(kill=how == "kill")
         return True
 
     def count(self) -> None:
         """Add this life's counters to the totals."""
-        stats = self._server.get("/v1/stats")
-        rooms: list[dict[str, float]] = [room for room in stats.values() if isinstance(room, dict)]
-        self.gauges = {name: value for room in rooms for name, value in room.items()}
+        self.gauges = _gauges(self.url)
         self.totals.update({name: int(value) for name, value in self.gauges.items() if _counts(name)})
-
-    def _start(self) -> None:
-        self._lives += 1
-        self._server = ChildServer(self._arguments, self._scratch / f"life{self._lives}")
-        self._server.__enter__()
 
 
 class OtherServer:
@@ -117,22 +93,23 @@ class OtherServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.totals: Counter[str] = Counter()
-        self.gauges: dict[str, float] = {}
-        self._before: dict[str, float] = {}
-        self.count()
-        self._before, self.totals = self.gauges, Counter()
+        self.gauges = self._before = _gauges(self.url)
 
     def restart(self, how: str) -> bool:
         return False
 
     def count(self) -> None:
-        response = httpx.get(f"{self.url}/v1/stats", timeout=10.0, trust_env=False)
-        response.raise_for_status()
-        rooms: list[dict[str, float]] = [room for room in response.json().values() if isinstance(room, dict)]
-        self.gauges = {name: value for room in rooms for name, value in room.items()}
-        for name, value in self.gauges.items():
-            if _counts(name):
-                self.totals[name] = int(value - self._before.get(name, 0.0))
+        self.gauges, before = _gauges(self.url), self._before
+        counted = ((name, value) for name, value in self.gauges.items() if _counts(name))
+        self.totals = Counter({name: int(value - before.get(name, 0.0)) for name, value in counted})
+
+
+def _gauges(url: str) -> dict[str, float]:
+    """All numbers of a server by name. Raises httpx.HTTPError."""
+    response = httpx.get(f"{url}/v1/stats", timeout=10.0, trust_env=False)
+    response.raise_for_status()
+    rooms: list[dict[str, float]] = [room for room in response.json().values() if isinstance(room, dict)]
+    return {name: value for room in rooms for name, value in room.items()}
 
 
 def _counts(name: str) -> bool:
@@ -219,18 +196,18 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    hits = _table("prompt tokens resumed, by what made the client ask", "requests", "prompt", "resumed", "hit")
+    hits = table("prompt tokens resumed, by what made the client ask", "requests", "prompt", "resumed", "hit")
     for name, rate in result["hits"].items():
         numbers = (f"{rate[key]:,}" for key in ("requests", "prompt", "resumed"))
         hits.add_row(name, *numbers, f"{100 * rate['hit']:.1f} %" if rate["requests"] else "")
-    edits = _table("tokens computed again, by what the client edited", "requests", "mean", "p95")
+    edits = table("tokens computed again, by what the client edited", "requests", "mean", "p95")
     for name, one in result["excess"].items():
         edits.add_row(name, f"{one['requests']:,}", f"{one['mean']:,.0f}", f"{one['p95']:,.0f}")
-    causes = _table("causes named by the server", "requests")
+    causes = table("causes named by the server", "requests")
     for name, count in result["causes"].items():
         causes.add_row(name, f"{count:,}")
-    for table in (hits, edits, causes):
-        console.print(table, "")
+    for shown in (hits, edits, causes):
+        console.print(shown, "")
     console.print(
         f"{result['requests']:,} requests, {result['prompt_tokens']:,} prompt tokens, {result['fresh_tokens']:,} of "
         f"them new; the engine prefilled {result['prefilled_tokens']:,}, {result['background_tokens']:,} of them ahead "
@@ -247,14 +224,6 @@ def show(console: Console, result: dict[str, Any]) -> None:
         console.print(f"{result['restarts_skipped']} restarts were left out: the server is not ours.")
     for text in result["missed"]:
         console.print(f"missed: {text}", style="red")
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -289,8 +258,7 @@ def replay(arguments: Sequence[str]) -> int:
         with TemporaryDirectory(prefix="ft-replay-") as scratch:
             run, totals, gauges = _run(console, Path(scratch), options)
     except (TraceError, ReplayError, FamilyError, ChildServerError, subprocess.SubprocessError, httpx.HTTPError) as e:
-        console.print(f"ft bench replay: error: {e}", style="red", markup=False, soft_wrap=True)
-        return 1
+        return failed(console, "bench replay", e)
     if options.rows is not None:
         lines = (json.dumps({**asdict(row), "ask": row.ask.model_dump(exclude_defaults=True)}) for row in run.rows)
         options.rows.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -312,32 +280,22 @@ def new_file(text: str) -> Path:
 
 def _run(console: Console, scratch: Path, options: argparse.Namespace) -> tuple[Replay, Counter[str], dict[str, float]]:
     trace = Trace.load(options.trace)
-    model = options.model or _tiny(scratch / "model")
+    model = options.model or make_tiny(scratch / "model", *TINY)
     run = Replay(trace, load_family(model))
-    with console.status("starting") as status:
-
-        def progress(done: int, total: int) -> None:
-            status.update(f"request {done} of {total}")
-
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status("starting"))
+        server: LocalServer | OtherServer
         if options.url:
-            other = OtherServer(options.url)
-            run.run(other, progress)
-            other.count()
-            return run, other.totals, other.gauges
-        script = scratch / "script.jsonl"
-        write_script(trace, script)
-        memory = MEMORY if options.model is None else ()
-        with LocalServer(("--model", str(model), "--script", str(script), *memory), scratch) as server:
-            run.run(server, progress)
-            server.count()
-            return run, server.totals, server.gauges
-
-
-def _tiny(directory: Path) -> Path:
-    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(directory)]
-    options = ("--tokenizer", "qwen", "--context", CONTEXT, "--hidden", "32", "--dtype", "bfloat16", "--tied")
-    subprocess.run([*make, *options], check=True, stdout=subprocess.DEVNULL)
-    return directory
+            server = OtherServer(options.url)
+        else:
+            script = scratch / "script.jsonl"
+            write_script(trace, script)
+            memory = MEMORY if options.model is None else ()
+            arguments = ("--model", str(model), "--script", str(script), *memory)
+            server = LocalServer(stack.enter_context(ChildServer(arguments, scratch / "server")))
+        run.run(server, lambda done, total: status.update(f"request {done} of {total}"))
+        server.count()
+        return run, server.totals, server.gauges
 
 
 def trace(arguments: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from launchers.bench import make_tiny
 from launchers.child_server import ChildServer, ChildServerError
 from launchers.demo_agents import SDK_ERRORS, MessagesAgent, OpenAIAgent, Record, Row, chat
 from launchers.demo_project import Workspace, WorkspaceError
@@ -61,9 +61,7 @@ def agent_session(console: Console, scratch: Path, flags: Sequence[str] = ()) ->
         style="dim",
     )
     model, project = scratch / "model", scratch / "project"
-    make = [sys.executable, "-P", "-m", "engine.checkpoint", "tiny", "qwen3_5_moe", str(model), "--tokenizer", "qwen"]
-    make += ["--dtype", "bfloat16"]  # which a GPU serves too
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    make_tiny(model, "--dtype", "bfloat16")  # which a GPU serves too
     project.mkdir()
     rows: list[Row] = []
     arguments = ("--model", str(model), "--script", str(SCRIPT), "--max-sequences", "2", *flags)

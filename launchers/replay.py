@@ -23,7 +23,8 @@ from launchers.trace import Ask, Restart, Say, Shape, Trace, words
 from parsers.conversation import Sampled, Text, Thinking, ToolCall
 from parsers.events import Boundary
 from parsers.load import Family, Prompt
-from server.protocols import anthropic, chat, responses
+from server.protocols import chat, responses
+from server.protocols.anthropic import ANTHROPIC
 from server.script import SayItem, Script
 
 IDLE_SECONDS = 0.25
@@ -31,7 +32,7 @@ IDLE_SECONDS = 0.25
 QUIET_SECONDS = 6.0
 """Before a kill that nothing preceded for a while: what was just computed may still be unwritten by design."""
 TIMEOUT = 120.0
-VISIBLE = ("text_delta", "response.output_text.delta", '"content":"')
+_PROTOCOLS = {"claude": ANTHROPIC, "codex": responses.PLAIN, "chat": chat.reader(lambda _: [])}
 
 Ids = NDArray[np.int64]
 
@@ -179,8 +180,7 @@ class Replay:
     def _render(self, conversation: Chat, ask: Ask) -> Prompt:
         """The prompt as a server makes it that knows every answer's exact tokens."""
         wire = conversation.request(ask, exact=True)
-        read = {"claude": anthropic.read, "codex": responses.read, "chat": _read_chat}[ask.shape]
-        inbound = read(wire.body, wire.headers, "")
+        inbound = _PROTOCOLS[ask.shape].read(wire.body, wire.headers, "")
         turns = list(inbound.conversation.turns)
         places = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
         answers = conversation.answers()
@@ -199,10 +199,6 @@ class Replay:
             if ends:
                 return Sampled(tokens, ends[0].token, opener=prompt.opener)
         return Sampled(tokens, opener=prompt.opener)
-
-
-def _read_chat(body: object, headers: dict[str, str], namespace: str) -> Any:
-    return chat.reader(lambda *_: None).read(body, headers, namespace)  # type: ignore[arg-type]
 
 
 def advance(trace: Trace, chats: dict[tuple[str, str], Chat], number: int, ask: Ask) -> Chat:

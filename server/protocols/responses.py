@@ -395,5 +395,5 @@ class _Nothing:
         pass
 
 
-read = reader(_Nothing(), lambda _: []).read
+PLAIN = reader(_Nothing(), lambda _: [])
 """For requests that bring all their input, and want no logprobs."""

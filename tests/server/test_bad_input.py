@@ -259,7 +259,7 @@ async def test_what_clients_add_is_ignored(family: Family, path: str) -> None:
 def test_reading_stops_at_the_first_fault(path: str, change: dict[str, Any]) -> None:
     """Each fault that is reported takes a thousand times the memory of what caused it."""
     chats, raw = chat.reader(lambda _: []), completions.reader(lambda _: b"")
-    reader = {MESSAGES: anthropic.read, RESPONSES: responses.read, CHAT: chats.read, RAW: raw.read}[path]
+    reader = {MESSAGES: anthropic.read, RESPONSES: responses.PLAIN.read, CHAT: chats.read, RAW: raw.read}[path]
     with pytest.raises(ValidationError) as caught:
         reader({**GOOD[path], **change}, {}, "")
     assert caught.value.error_count() <= 2

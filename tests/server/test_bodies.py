@@ -23,7 +23,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TEXTS), inner, max_size=3),
     max_leaves=6,
 )
-PROTOCOLS = {"anthropic": ANTHROPIC, "responses": responses.reader(responses._Nothing(), lambda _: []), "chat": None}
+PROTOCOLS = {"anthropic": ANTHROPIC, "responses": responses.PLAIN, "chat": None}
 
 
 def read(known: Bodies, data: bytes, field: str = "messages", owner: str = "") -> object:
