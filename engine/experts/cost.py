@@ -37,7 +37,8 @@ _REPEATS, _MANY = 5, 16
 @dataclass(frozen=True)
 class Costs:
     """ns. ``link``: an expert over the link. ``cpu``: an expert on the CPU, and ``row`` each of its rows; ``exchange``:
-    to ask the CPU. ``read``: the device reads an expert; ``pair``: it computes one row of one. ``between``: a row in
+    to ask the CPU; ``handed``: a row of a call that it helps with, there and back, and all else of a layer that nothing
+    hides. ``read``: the device reads an expert; ``pair``: it computes one row of one. ``between``: a row in
     what lies between the experts of two layers. ``spread``: of the experts that equally likely ones would be, how many
     a call uses."""
 
@@ -47,6 +48,7 @@ class Costs:
     exchange: float
     read: float
     pair: float
+    handed: float = 0.0
     between: float = 0.0
     spread: float = 1.0
 
@@ -54,11 +56,13 @@ class Costs:
     def measured(layout: Layout, split: Split, executor: Executor) -> Costs:
         """From what the split began with, and from experts that the CPU computes now, for some ten milliseconds."""
         cpu, row = cpu_costs(executor)
+        link = split.link_alone * layout.parts
         return Costs(
-            link=split.link_alone * layout.parts,
+            link=link,
             cpu=cpu,
             row=row,
             exchange=_EXCHANGE,
+            handed=link * 8 * layout.hidden / layout.nbytes,
             read=1e9 * layout.nbytes / _DEVICE_BYTES,
             pair=1e9 * 6 * layout.hidden * layout.inner / _DEVICE_FLOPS,
         )
@@ -73,16 +77,21 @@ class Costs:
         ``resident`` of them is on the device. ``cpu``: it may help."""
         missing = _without(rows, resident)
         on_link = link_experts(missing, self.table()) if cpu else len(missing)
-        left = missing[on_link:]
-        on_cpu = self.exchange + self.cpu * len(left) + self.row * sum(left) if left else 0.0
-        here = self.device(len(rows) - len(missing), sum(rows) - sum(missing))
-        return max(on_link * self.link, on_cpu, here) + self.device(on_link, sum(missing[:on_link]))
+        left = sum(missing[on_link:])
+        return self.divided(len(rows) - len(missing), on_link, len(missing) - on_link, left, sum(rows))
+
+    def divided(self, found: int, on_link: int, left: int, left_pairs: int, pairs: int) -> float:
+        """ns of a layer whose experts are divided so; ``pairs``: rows of all of them, ``left_pairs`` on the CPU."""
+        each = (pairs - left_pairs) / max(1, found + on_link)
+        on_cpu = self.exchange + self.cpu * left + self.row * left_pairs if left else 0.0
+        first = max(on_link * self.link, on_cpu, self.device(found, found * each))
+        return first + self.device(on_link, on_link * each)
 
     def stream(self, rows: Sequence[int], resident: float, experts: int, between: float) -> float:
         """ns of a layer when all of its ``experts`` were brought during the layer before it and ``between``."""
         return max((1 - resident) * experts * self.link - between, self.device(len(rows), sum(rows)))
 
-    def device(self, experts: int, pairs: int) -> float:
+    def device(self, experts: int, pairs: float) -> float:
         return max(experts * self.read, pairs * self.pair)
 
     def learnt(self, told: npt.NDArray[np.int32], times: npt.NDArray[np.int64], parts: int, uniform: float) -> Costs:
@@ -104,6 +113,10 @@ class Costs:
         """After the device took ``ns`` to compute so much."""
         change = _change([ns / self.device(experts, pairs)])
         return replace(self, read=self.read * change, pair=self.pair * change)
+
+    def with_handed(self, ns: float) -> Costs:
+        """After a row took ``ns`` of a layer that the CPU helped with, besides what was expected."""
+        return replace(self, handed=self.handed + _WEIGHT * (max(0.0, ns) - self.handed))
 
     def with_between(self, ns: float) -> Costs:
         """After a row took ``ns`` between the experts of two layers: the least of late, as launches can only add."""
@@ -129,7 +142,7 @@ def expected(costs: Costs, rows: int, ranks: int, experts: int) -> list[int]:
 def streams(costs: Costs, rows: int, ranks: int, experts: int, resident: float, cpu: bool) -> bool:
     """Whether a call of so many rows is better off when whole layers are brought ahead. ``cpu``: it may help."""
     each, between = expected(costs, rows, ranks, experts), costs.between * rows
-    return costs.stream(each, resident, experts, between) < costs.short(each, resident, cpu)
+    return costs.stream(each, resident, experts, between) < costs.short(each, resident, cpu) + cpu * costs.handed * rows
 
 
 def cpu_costs(executor: Executor) -> tuple[float, float]:

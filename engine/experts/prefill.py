@@ -141,8 +141,8 @@ class Prefill:
         if takes:
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
             waves.add_answer(y, self.waves, self._mailbox + box.y)
-        if layer == _PROBED - 1:
-            self._probe.mark("end")
+        if layer in (_PROBED - 1, _PROBED):
+            self._probe.mark("end" if layer < _PROBED else "over")
         if layer == self._pool.layers - 1:
             self._told.copy_(self.waves.told, non_blocking=True)
             self._rows = rows
@@ -157,12 +157,15 @@ class Prefill:
         told = self._told.numpy()
         alike = uniform(rows, box.ranks, experts)
         costs = self.costs.learnt(told, self._executor.times, layout.parts, alike)
-        found, *others, _ = (int(number) for number in told[min(_PROBED, len(told) - 1)])
+        found, link, left, asked = (int(number) for number in told[min(_PROBED, len(told) - 1)])
+        expected = costs.divided(found, link, left, asked, rows * box.ranks)
         for name, ns in self._probe.read().items():
             if name == "between":
                 costs = costs.with_between(ns / rows)
-            elif 2 * found > experts:  # of few experts it would be the time of launches
-                costs = costs.with_device(ns, found, rows * box.ranks * found // (found + sum(others)))
+            elif name == "whole" and left and alike > _SURE * experts:  # of few rows it would be the time of launches
+                costs = costs.with_handed((ns - expected) / rows)
+            elif name == "computing" and 2 * found > experts:  # of few experts, too
+                costs = costs.with_device(ns, found, rows * box.ranks * found // (found + link + left))
         self.follow(costs)
         return True
 
@@ -250,10 +253,10 @@ def _sum(counts: list[Tensor]) -> Tensor:
 class _Probe:
     """How long some work of a call took on the device; nothing without one."""
 
-    _SPANS = (("between", "end", "begin"), ("computing", "computes", "computed"))
+    _SPANS = (("between", "end", "begin"), ("computing", "computes", "computed"), ("whole", "begin", "over"))
 
     def __init__(self, device: torch.device) -> None:
-        names = ("end", "begin", "computes", "computed") if device.type == "cuda" else ()
+        names = {name for _, *ends in self._SPANS for name in ends} if device.type == "cuda" else ()
         self._events = {name: torch.Event(device, enable_timing=True) for name in names}
         self._marked: set[str] = set()
 

@@ -20,7 +20,8 @@ H200 = Costs(link=32e3, cpu=18e3, row=6e3, exchange=2e4, read=600.0, pair=15.0)
 EXPERTS, RANKS = 256, 8
 
 COST = st.floats(1.0, 1e6)
-COSTS = st.builds(Costs, link=COST, cpu=COST, row=st.floats(0, 1e5), exchange=st.floats(0, 1e5), read=COST, pair=COST)
+COSTS = st.builds(Costs, link=COST, cpu=COST, row=st.floats(0, 1e5), exchange=st.floats(0, 1e5), read=COST, pair=COST,
+                  handed=st.floats(0, 1e5))  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 0.032), (16, 0.4), (32, 0.64), (64, 0.87), (128, 0.985)])
@@ -47,7 +48,8 @@ def test_a_short_call_is_never_worse_than_one_side_alone(costs: Costs, rows: int
 def test_the_mode_is_the_faster_one(costs: Costs, rows: int, resident: float) -> None:
     counts = expected(costs, rows, 2, 40)
     ahead = streams(costs, rows, 2, 40, resident, True)
-    modes = costs.short(counts, resident, True), costs.stream(counts, resident, 40, costs.between * rows)
+    short = costs.short(counts, resident, True) + costs.handed * rows
+    modes = short, costs.stream(counts, resident, 40, costs.between * rows)
     assert modes[ahead] == min(modes)
 
 
@@ -84,6 +86,9 @@ def test_costs_settle_at_what_was_measured() -> None:
     once = H200.learnt(told, times * 1000, 4, 60.0)
     assert once.cpu <= H200.cpu * 1.2 and once.link <= H200.link * 1.2  # one stray measurement
     assert H200.with_device(1e6, 100, 10).read > H200.read > H200.with_device(1.0, 100, 10).read
+    assert 0.0 < H200.with_handed(800.0).handed <= 800.0 and H200.with_handed(-1.0).handed == 0.0
+    assert not streams(H200, 700, RANKS, EXPERTS, 0.35, True)
+    assert streams(replace(H200, handed=1600.0), 700, RANKS, EXPERTS, 0.35, True)  # though the CPU saves a fifth
     assert H200.with_between(9e9).with_between(500.0).between == 500.0
     assert H200.table() == [32000, 18000, 6000, 20000, -1]
 
