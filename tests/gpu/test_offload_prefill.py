@@ -102,7 +102,7 @@ class Case:
     def costs(self, **changed: float) -> None:
         """With these, the CPU takes the lighter half and whole layers never come ahead."""
         part = self.offloaded.prefill
-        part.follow(replace(part.costs, link=100.0, cpu=90.0, row=1.0, exchange=1.0, read=0.0, pair=0.0))
+        part.follow(replace(part.costs, link=100.0, cpu=90.0, row=1.0, exchange=1.0, handed=0.0, read=0.0, pair=0.0))
         part.follow(replace(part.costs, **changed))
 
     def call(self, rows: int, seed: int, skew: float = 0.0) -> None:
