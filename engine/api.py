@@ -280,7 +280,7 @@ class EngineConfig:
     for GPUs alone. ``experts``: where routed experts are computed. ``device``: on the GPU, which holds all of them; the
     others keep those in host memory and some on the GPU: ``offload`` fetches what is missing, ``cpu`` has the CPU
     compute all, ``hybrid`` does both at once, by a ``split`` that it finds, or by a given share of what is missing that
-    is fetched; ``auto`` decides by what was measured of the machine. ``expert_format``: numbers that experts are held
+    is fetched; ``auto`` is ``device`` where all fit, else ``hybrid``. ``expert_format``: numbers that experts are held
     in; ``auto``: as in the checkpoint. ``gpu_bytes``: memory of the GPU that may be used (0: what is free, less some).
     ``attention``: what computes it in prefill and in decode.
     """

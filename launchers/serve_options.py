@@ -153,7 +153,7 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
     flag(
         gpu, "--experts", str, None,
         "where routed experts are computed: device (the GPU holds all of them), offload (it fetches those it misses), "
-        "cpu, hybrid (both at once); auto decides by what `ft bench bw` measured",
+        "cpu, hybrid (both at once, at first as `ft bench bw` measured); auto: device if all fit, else hybrid",
         choices=("auto", "device", "offload", "hybrid", "cpu"),
     )  # fmt: skip
     flag(

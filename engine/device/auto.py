@@ -1,7 +1,9 @@
 """Where a model's experts are best computed, from what a machine's pipes were measured to carry.
 
 A token of a model that does not fit the device takes its dense weights and the experts that hit from the device's
-memory; its misses come over the link, are computed by the CPU, or both at once, which memory may limit.
+memory; its misses come over the link, are computed by the CPU, or both at once, which memory may limit. Which of the
+three is fastest was true when it was measured; so by default it is only where the split of each layer begins, and that
+may go to either side alone while serving (``engine.experts.split``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ Mode = Literal["device", "offload", "hybrid", "cpu"]
 
 SYNC = 5e-6
 """Seconds that a layer's exchange with the CPU takes at the least."""
-_WORTH = 0.98
-"""A mode with less to it is taken unless another is faster than this share of its time."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,6 @@ class Load:
         return min(1.0, self.room / self.pool)
 
 
-@dataclass(frozen=True)
-class Choice:
-    mode: Mode
-    why: str
-
-
 def seconds(load: Load, rates: Rates) -> dict[Mode, float]:
     """Of a token at the least, by mode."""
     missing = (1 - load.hits) * load.routed
@@ -76,22 +70,17 @@ def seconds(load: Load, rates: Rates) -> dict[Mode, float]:
     return times
 
 
-def choose(load: Load, rates: Rates | None) -> Choice:
-    """The fastest mode; of those about as fast the one with less to it."""
+def choose(load: Load, rates: Rates | None) -> tuple[Mode, str]:
+    """All on the device if there is room, else both sides; and why, in words."""
     if load.room >= load.pool:
-        return Choice("device", f"all experts fit ({_gb(load.pool)} of {_gb(load.room)} GB)")
+        return "device", f"all experts fit ({_gb(load.pool)} of {_gb(load.room)} GB)"
     share = f"{load.hits:.0%} of the experts fit"
     if rates is None:
-        return Choice("hybrid", f"{share}; how fast the link and the CPU are is not known, and is learnt while serving")
-    times = seconds(load, rates)
-    order: tuple[Mode, ...] = ("offload", "cpu", "hybrid")
-    fastest = min(times.values())
-    mode = next(mode for mode in order if times[mode] * _WORTH <= fastest)
-    bounds = ", ".join(f"{mode} {1 / times[mode]:.0f}" for mode in order)
-    return Choice(
-        mode,
+        return "hybrid", f"{share}; how fast the link and the CPU are is not known, and is learnt while serving"
+    bounds = ", ".join(f"{mode} {1 / time:.0f}" for mode, time in seconds(load, rates).items())
+    return "hybrid", (
         f"{share}; bounds in tok/s: {bounds} (link {_gb(rates.link)}, CPU {_gb(rates.cpu)}, at once {_gb(rates.both)} "
-        f"GB/s)",
+        f"GB/s); each layer follows what it measures"
     )
 
 

@@ -43,13 +43,16 @@ _log = logging.getLogger(__name__)
 
 
 class _Filling:
-    """Implements ``DeviceExperts``: takes the experts of one layer after the other into a pool. What computes with
-    them, ``then``, is known when all are there."""
-
-    then: DeviceExperts
+    """Implements ``DeviceExperts``: takes the experts of one layer after the other into a pool, until ``use`` says what
+    computes with them."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._layers = pool, 0
+
+    def use(self, then: DeviceExperts) -> None:
+        """All are there. Who needs the pool has it."""
+        self._then = then
+        del self._pool
 
     def pack(self, gate_up: Tensor, down: Tensor) -> int:
         layer, self._layers = self._layers, self._layers + 1
@@ -57,10 +60,10 @@ class _Filling:
         return layer
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
-        return self.then.run(x, ids, weights, layer)
+        return self._then.run(x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-        return sums_of(self.then, x, ids, weights, layer)
+        return sums_of(self._then, x, ids, weights, layer)
 
 
 def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]:
@@ -113,14 +116,14 @@ def load_runner(
         offloaded: OffloadedExperts | None = None
         if plan.mode == "device":
             memory.slots[: len(pool)].copy_(pool.slots)
-            filling.then = ResidentExperts.of_slots(
-                plan.layout, memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
-            )
+            slots = memory.slots[: len(pool)].view(what.layers, what.experts, plan.stride)
+            filling.use(ResidentExperts.of_slots(plan.layout, slots))
         else:
-            filling.then = offloaded = _offload(config, plan, pool, memory, driver, progress)
+            offloaded = _offload(config, plan, pool, memory, driver, progress)
             undone.callback(offloaded.executor.close)
             undone.callback(offloaded.close)
             offloaded.resize(division.sizes.slots)
+            filling.use(offloaded)
         pages = min(-(-context // PAGE) + 1, division.most.pages)
         most = min(plan.rows, config.max_sequences)
         runner = DeviceRunner(

@@ -29,7 +29,7 @@ _ACTIVATIONS = 96
 class Plan:
     """``budget``: bytes of the device, of which the dense weights take ``outline.dense`` and the work of a step
     ``working``. ``sizes`` are of what is beside those, in ``room``. ``rates`` of the machine, if they are known.
-    ``why``: the mode was chosen, in words; "" if it was asked for."""
+    ``why``: the mode was chosen, in words; "" if it was asked for, and then it stays."""
 
     outline: Outline
     layout: Layout
@@ -136,8 +136,7 @@ def _mode(config: EngineConfig, load: Load, rates: Rates | None) -> tuple[Mode, 
         raise BadConfig(f"--split {config.split:g} is for --experts hybrid, not {config.experts}; drop one of the two")
     if config.experts != "auto":
         return config.experts, ""
-    choice = choose(load, rates)
-    return choice.mode, choice.why
+    return choose(load, rates)
 
 
 def _rates(format: str, machine: Machine) -> Rates | None:

@@ -1,4 +1,4 @@
-"""Which mode serves a model: arithmetic on what was measured."""
+"""What serves a model by default: arithmetic on what was measured."""
 
 from __future__ import annotations
 
@@ -15,27 +15,19 @@ QWEN = Load(layers=40, dense=2e9, routed=2.01e9, pool=64.4e9, room=24e9)
 
 
 def test_all_on_the_device_where_all_fit() -> None:
-    choice = choose(replace(QWEN, room=65e9), None)
-    assert choice.mode == "device" and "64.4 of 65.0 GB" in choice.why
+    mode, why = choose(replace(QWEN, room=65e9), None)
+    assert mode == "device" and "64.4 of 65.0 GB" in why
 
 
-def test_both_at_once_where_that_is_faster() -> None:
-    choice = choose(QWEN, H200)
-    assert choice.mode == "hybrid"
-    assert choice.why.startswith("37% of the experts fit; bounds in tok/s: offload 42, cpu 44, hybrid 94 (link 55.0,")
-
-
-@pytest.mark.parametrize("rates, room, mode", [
-    (Rates(1000e9, 50e9, 10e9, 45e9), 24e9, "offload"),  # they starve each other, and the link is the faster one
-    (Rates(1000e9, 2e9, 80e9, 79e9), 1e9, "cpu"),  # hardly any link, hardly any room
-    (Rates(1000e9, 2e9, 80e9, 79e9), 40e9, "hybrid"),  # what is there need not come again
-    (Rates(1000e9, 25e9, 65e9, 72e9), 8e9, "hybrid"),
+@pytest.mark.parametrize("rates, room, bounds", [
+    (H200, 24e9, "37% of the experts fit; bounds in tok/s: offload 42, hybrid 94, cpu 44 (link 55.0,"),
+    (Rates(1000e9, 50e9, 10e9, 45e9), 24e9, "offload 36, hybrid 36, cpu 5"),  # they starve each other
+    (Rates(1000e9, 2e9, 80e9, 79e9), 1e9, "offload 1, hybrid 37, cpu 37"),  # hardly any link, hardly any room
 ])  # fmt: skip
-def test_the_fastest_mode_and_the_simpler_one_of_equals(rates: Rates, room: float, mode: str) -> None:
-    load = replace(QWEN, room=room)
-    assert choose(load, rates).mode == mode
-    times = seconds(load, rates)
-    assert times[choose(load, rates).mode] * 0.98 <= min(times.values())
+def test_else_both_sides_which_may_go_to_either_alone(rates: Rates, room: float, bounds: str) -> None:
+    """Whatever was measured: it may have been on a bad day."""
+    mode, why = choose(replace(QWEN, room=room), rates)
+    assert mode == "hybrid" and bounds in why and why.endswith("each layer follows what it measures")
 
 
 def test_bounds_are_those_of_the_design() -> None:
@@ -48,7 +40,8 @@ def test_bounds_are_those_of_the_design() -> None:
 
 
 def test_an_unknown_machine_learns_while_it_serves(tmp_path: Path) -> None:
-    assert choose(QWEN, None).mode == "hybrid" and "not known" in choose(QWEN, None).why
+    mode, why = choose(QWEN, None)
+    assert mode == "hybrid" and "not known" in why
     profile = Profile(tmp_path / "bandwidth.json")
     measured = {"device.copy": [3e12], "link.int8": [5e10], "cpu.int8": [9e10, 8e10], "both.link.int8": [4e10]}
     profile.add("here", measured)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from engine.device.plan import working_bytes
 from engine.device.watchdog import Watchdog
 from engine.endpoint import Endpoint, Incoming
 from engine.experts.layout import FORMATS, Layout
+from engine.experts.pool import Pool
 from engine.models.fields import read_config
 from engine.models.registry import find_architecture
 from engine.weights.errors import BadConfig
@@ -181,6 +184,23 @@ def test_columns_that_fill_no_block(tmp_path: Path) -> None:
 def offloading(model: Callable[..., Path], **options: Any) -> dict[str, Any]:
     options = on_device(**{"experts": "hybrid", "split": 0.5, "slots": 5, **ROOM, **options})
     return limited(model("qwen3_moe"), options)
+
+
+@pytest.mark.parametrize("mode", [{"experts": "device", "split": None, "slots": None}, {}])
+def test_host_memory_holds_experts_only_where_they_are_needed(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    pools = list[weakref.ref[Pool]]()
+
+    def made_pool(*given: Any) -> Pool:
+        made = Pool(*given)
+        pools.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr("engine.device.load.Pool", made_pool)
+    with bench(model("qwen3_moe"), **offloading(model, **mode)):
+        gc.collect()
+        assert [pool() is None for pool in pools] == [bool(mode)]
 
 
 class Outbox:
