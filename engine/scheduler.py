@@ -56,7 +56,7 @@ class Scheduler:
         engine: Engine,
         config: EngineConfig,
         observer: Observer | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
     ) -> None:
         self.info: ModelInfo = engine.info
