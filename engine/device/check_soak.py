@@ -35,6 +35,7 @@ from engine.kernels.ops import DeviceOps
 from engine.loading import OpenStore
 from engine.memory.audit import audit, audit_at_rest
 from engine.memory.resize import DoesNotFit
+from engine.worker import IDLE_SECONDS, open_worker_store
 
 TEXTS, LENGTH, VOCAB = 8, 1500, 1 << 13
 ANSWER = 80
@@ -60,6 +61,8 @@ SLACK = 4 << 20
 """Bytes of the device: what the last step computed."""
 GROWTH = 64 << 20
 """Bytes of the process: what the check remembers, and what allocators keep."""
+LEFT, WITHIN = 100 << 20, 1.0
+"""Bytes of the device that another program leaves, and seconds until it may have more."""
 SUBMITS, ABORTS, DIVIDES, FORGETS = 0.2, 0.04, 0.08, 0.002
 """How likely before a step."""
 
@@ -239,6 +242,22 @@ def soaked(sessions: Sessions, seconds: float) -> bool:
     return all(right)
 
 
+def makes_way(made: Served) -> bool:
+    """Another program takes nearly all memory of the device that is free, while nothing is asked."""
+    free, partition = torch.cuda.mem_get_info()[0], made.scheduler.partition
+    held, start = partition.report()["held_bytes"], time.monotonic()
+    other = torch.empty(free - LEFT, dtype=torch.uint8, device=made.scheduler.runner.device)
+    while (given := held - partition.report()["held_bytes"]) == 0 and time.monotonic() < start + 2 * WITHIN:
+        time.sleep(IDLE_SECONDS)
+        made.step()
+    took = time.monotonic() - start
+    del other
+    torch.cuda.empty_cache()
+    partition.audit()
+    told = f"{given / 1e6:.0f} MB after {took:.2f} s"
+    return report("another program needs memory: it is given", told, given > 0 and took < WITHIN)
+
+
 def run(
     folder: Path, machine: Machine, there: dict[str, Known], seconds: float, ops: type[Any],
     stopped: threading.Event | None = None, **options: Any,
@@ -260,6 +279,7 @@ def run(
         with served(folder, machine, **options) as made:
             led.listen(made.scheduler.runner)
             right &= soaked(Sessions(made, said, stopped=stopped or threading.Event()), seconds)
+            right &= machine.device.type != "cuda" or makes_way(made)
     return led.told() and right
 
 
@@ -268,8 +288,6 @@ def disk(settings: StoreSettings) -> OpenStore | None:
     if find_spec("lmdb") is None:
         report("from disk", "not checked: no lmdb here")
         return None
-    from engine.worker import open_worker_store
-
     return lambda fingerprint, page, state, hosted: open_worker_store(
         replace(settings, host_bytes=0) if hosted else settings, fingerprint, page, state
     )
