@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from launchers.agents.common import state_directory
+from launchers.child_server import SERVE, wait_until_ready
 from launchers.running import ServerProblem
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SERVE = (sys.executable, "-P", "-m", "launchers.cli", "serve")
 READY_SECONDS = 1800.0
 """A large model may have to be read from a slow disk."""
-POLL_SECONDS = 0.2
 
 
 def start_server(url: str, flags: Sequence[str], api_key_file: Path | None) -> None:
@@ -44,20 +42,8 @@ def start_server(url: str, flags: Sequence[str], api_key_file: Path | None) -> N
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        wait(process, ready)
+        wait_until_ready(process, ready, log, READY_SECONDS)
     except BaseException:
         process.terminate()
         raise
     print(f"the server goes on when the agent ends; to stop it: kill {process.pid}", file=sys.stderr)
-
-
-def wait(process: subprocess.Popen[bytes], ready: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    log = ready.with_suffix(".log")
-    while not ready.exists():
-        if process.poll() is not None:
-            end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-            raise ServerProblem("\n".join([f"the server ended with exit code {process.returncode}:", *end]))
-        if time.monotonic() > deadline:
-            raise ServerProblem(f"the server is not ready after {READY_SECONDS:.0f} s: look at {log}")
-        time.sleep(POLL_SECONDS)

@@ -11,18 +11,32 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import httpx
 
 from launchers import keys
+from launchers.running import ServerProblem
 
+SERVE = (sys.executable, "-P", "-m", "launchers.cli", "serve")
 POLL_SECONDS = 0.1
 STOP_SECONDS = 30.0
 
 
-class ChildServerError(RuntimeError):
+class ChildServerError(ServerProblem):
     """The server ended or did not become ready; the message holds the end of its log."""
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path, seconds: float) -> None:
+    """Until the server has written the file ``ready``. Raises ChildServerError."""
+    deadline = time.monotonic() + seconds
+    while not ready.exists():
+        code = process.poll()
+        if code is not None or time.monotonic() > deadline:
+            end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+            what = f"is not ready after {seconds:.0f} s" if code is None else f"ended with exit code {code}"
+            raise ChildServerError("\n".join([f"the server {what}: see {log}, which ends with", *end]))
+        time.sleep(POLL_SECONDS)
 
 
 class ChildServer:
@@ -38,7 +52,7 @@ class ChildServer:
         self._ready = directory / "server.json"
         self._ready_seconds = ready_seconds
         self._command = [
-            *(sys.executable, "-P", "-m", "launchers.cli", "serve"),
+            *SERVE,
             *("--port", "0", "--ready-file", str(self._ready), "--store", str(directory / "store"), *arguments),
         ]
 
@@ -50,7 +64,7 @@ class ChildServer:
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
         try:
-            self._wait()
+            wait_until_ready(self._process, self._ready, self.log, self._ready_seconds)
         except BaseException:
             self._stop()
             raise
@@ -95,20 +109,6 @@ class ChildServer:
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(self._ready.read_text(encoding="utf-8"))
         return state
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self._ready_seconds
-        while not self._ready.exists():
-            code = self._process.poll()
-            if code is not None:
-                self._fail(f"ended with exit code {code}")
-            if time.monotonic() > deadline:
-                self._fail(f"is not ready after {self._ready_seconds:.0f} s")
-            time.sleep(POLL_SECONDS)
-
-    def _fail(self, what: str) -> NoReturn:
-        end = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-        raise ChildServerError("\n".join([f"the server {what}; the end of its log:", *end]))
 
     def _stop(self) -> None:
         self._process.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -198,8 +199,7 @@ def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:
     ):
         lines = (f"ft ctl {name}", f"ft ctl {name} --json --url http://127.0.0.1:9000")
         question = add_command(questions, name, summary, *lines)
-        add_server_options(question)
-        question.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+        add_server_options(question, as_json="print the server's answer as JSON")
         question.set_defaults(handler=run_ctl, ask=ask)
     cache = add_command(
         questions, "cache", "how the engine's memory is divided, and divide it anew",
@@ -213,8 +213,7 @@ def add_ctl(commands: Commands[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="let the engine decide again: on a GPU, how many experts and tokens it holds, by what saves most time",
     )
-    add_server_options(cache)
-    cache.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+    add_server_options(cache, as_json="print the server's answer as JSON")
     cache.set_defaults(handler=run_ctl_cache)
 
 
@@ -228,9 +227,12 @@ def run_ctl(options: argparse.Namespace, _: Sequence[str]) -> int:
     return ask(options.url, first_key(options.api_key_file), as_json=options.json)
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
+def add_server_options(parser: argparse.ArgumentParser, as_json: str = "") -> None:
+    """``as_json``: what ``--json`` does, where there is that flag."""
     parser.add_argument("--url", default=DEFAULT_URL, help="where the server is (default: %(default)s)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key the server wants")
+    if as_json:
+        parser.add_argument("--json", action="store_true", help=as_json)
 
 
 # -- sessions, store --------------------------------------------------------------------------------------------------
@@ -261,8 +263,7 @@ def add_sessions(commands: Commands[argparse.ArgumentParser]) -> None:
             action.add_argument("id", metavar="ID", help="a session's id, or the start of it")
         if "file" in wants:
             action.add_argument("file", type=Path, metavar="FILE", help="- for standard input or output")
-        add_server_options(action)
-        action.add_argument("--json", action="store_true", help="print JSON")
+        add_server_options(action, as_json="print JSON")
         action.set_defaults(handler=run_sessions, act=act)
 
 
@@ -342,23 +343,33 @@ def run_families(options: argparse.Namespace, _: Sequence[str]) -> int:
 # -- commands of the engine -------------------------------------------------------------------------------------------
 
 
+BENCHES = {
+    "decode": ("one token at a time", "engine.bench decode"),
+    "prefill": ("a long prompt", "engine.bench prefill"),
+    "bw": ("memory, the CPU's experts and, with an NVIDIA GPU, the link to it", "engine.bench_bandwidth"),
+    "offload": (
+        "one token at a time on a GPU that does not hold the experts; needs an NVIDIA GPU",
+        "engine.bench_offload",
+    ),
+    "store": ("look-up and restore, and what the store costs decoding", "engine.bench_store"),
+    "replay": ("an agent trace against a server: what is computed twice", "launchers.bench_replay:replay"),
+    "trace": ("make such a trace", "launchers.bench_replay:trace"),
+    "parsers": (
+        "what parsing calls, rendering and tokenizing cost, for each family",
+        "launchers.bench_parsers:main",
+    ),
+    "grammar": ("what constrained decoding costs, for each family", "launchers.bench_grammar:main"),
+    "api": ("what the server adds to a request, a token and an idle stream", "launchers.bench_api:main"),
+}
+"""What each measures, and what does it: a function of ours, or a module that runs as a process of its own."""
+
+
 def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_engine_command(
         commands,
         "bench",
         "measure the engine and its store against what this machine allows, and how often a token is computed",
-        {
-            "decode": "one token at a time",
-            "prefill": "a long prompt",
-            "bw": "memory, the CPU's experts and, with an NVIDIA GPU, the link to it",
-            "offload": "one token at a time on a GPU that does not hold the experts; needs an NVIDIA GPU",
-            "store": "look-up and restore, and what the store costs decoding",
-            "replay": "an agent trace against a server: what is computed twice",
-            "trace": "make such a trace",
-            "parsers": "what parsing calls, rendering and tokenizing cost, for each family",
-            "grammar": "what constrained decoding costs, for each family",
-            "api": "what the server adds to a request, a token and an idle stream",
-        },
+        {name: text for name, (text, _) in BENCHES.items()},
         (
             "ft bench decode",
             "ft bench bw --quick",
@@ -371,32 +382,13 @@ def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_bench(options: argparse.Namespace, _: Sequence[str]) -> int:
-    match options.what:
-        case "replay" | "trace":
-            from launchers import bench_replay  # it needs a client, a family and numpy: too slow for other commands
-
-            command = bench_replay.replay if options.what == "replay" else bench_replay.trace
-            return command(options.arguments)
-        case "parsers":
-            from launchers import bench_parsers
-
-            return bench_parsers.main(options.arguments)
-        case "grammar":
-            from launchers import bench_grammar
-
-            return bench_grammar.main(options.arguments)
-        case "api":
-            from launchers import bench_api
-
-            return bench_api.main(options.arguments)
-        case "store":
-            run_module("engine.bench_store", options.arguments)
-        case "bw":
-            run_module("engine.bench_bandwidth", options.arguments)
-        case "offload":
-            run_module("engine.bench_offload", options.arguments)
-        case what:
-            run_module("engine.bench", [what, *options.arguments])
+    program = BENCHES[options.what][1]
+    module, _, function = program.partition(":")
+    if function:
+        command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        return command(options.arguments)
+    module, *first = program.split()
+    run_module(module, [*first, *options.arguments])
 
 
 def add_engine_command(

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launchers.agents import clients
@@ -84,9 +84,10 @@ def listing(_: argparse.Namespace, __: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     environ, harness = dict(os.environ), options.harness
+    starts = not (options.dry_run or options.config)
     client = clients.find(harness, environ, options.program)
     running = server_for(options) if options.start is None else None
-    if client is None and not options.dry_run and not options.config:
+    if client is None and starts:
         client = installed_now(harness, environ, wanted=options.install)
     server = running or server_for(options)  # no server is started for an agent that is not there
     home: Path | None = getattr(options, "home", None)
@@ -99,8 +100,13 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         home=home and home.absolute(),
         keep=options.keep_env,
     )
-    act = show if options.dry_run else write_configuration if options.config else carry_out
-    return act(launch, harness, client, options, environ)
+    old_node = clients.check_node(harness, client, environ) if client and starts else None
+    warn((*launch.warnings, *filter(None, (old_node,))))
+    if options.dry_run:
+        return show(launch, harness, client, environ, install=options.install)
+    if options.config:
+        return write_configuration(launch, environ, options.api_key_file)
+    return carry_out(launch, environ)
 
 
 def installed_now(harness: Harness, environ: Mapping[str, str], *, wanted: bool) -> clients.Client:
@@ -141,50 +147,27 @@ def server_for(options: argparse.Namespace) -> RunningServer:
     return find_server(options.url, key)
 
 
-Act = Callable[[Launch, Harness, clients.Client | None, argparse.Namespace, Mapping[str, str]], int]
-
-
 def show(
-    launch: Launch,
-    harness: Harness,
-    client: clients.Client | None,
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
+    launch: Launch, harness: Harness, client: clients.Client | None, environ: Mapping[str, str], *, install: bool
 ) -> int:
-    warn(launch.warnings)
     print(describe(launch, environ))
     if client is None:
-        remedy = "" if options.install else f"; ft launch {harness.name} --install would do that"
+        remedy = "" if install else f"; ft launch {harness.name} --install would do that"
         print(f"        ({harness.program} is not installed{remedy})")
-        if options.install:
+        if install:
             commands = clients.install_commands(harness, environ)
             print("\n".join(f"install {clients.shown(command)}" for command in commands))
     return 0
 
 
-def write_configuration(
-    launch: Launch,
-    harness: Harness,
-    client: clients.Client | None,
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-) -> int:
-    warn(launch.warnings)
+def write_configuration(launch: Launch, environ: Mapping[str, str], api_key_file: Path | None) -> int:
     for path in prepare(launch):
         print(f"# wrote {path}")
-    print(exports(launch, environ, options.api_key_file))
+    print(exports(launch, environ, api_key_file))
     return 0
 
 
-def carry_out(
-    launch: Launch,
-    harness: Harness,
-    client: clients.Client | None,
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-) -> int:
-    old_node = clients.check_node(harness, client, environ) if client else None
-    warn((*launch.warnings, *((old_node,) if old_node else ())))
+def carry_out(launch: Launch, environ: Mapping[str, str]) -> int:
     prepare(launch)
     if launch.leftovers:
         return run_and_stop_leftovers(launch, environ)

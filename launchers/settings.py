@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -87,26 +88,8 @@ class ServeSettings(BaseModel):
 
     def worker(self, model: Path) -> EngineConfig:
         """The worker's configuration for the checkpoint in the folder ``model``."""
-        return EngineConfig(
-            model=str(model),
-            dtype=self.dtype,
-            kernels=self.kernels,
-            instruction_set=self.instruction_set,
-            threads=self.threads,
-            context_length=self.context_length,
-            kv_bytes=self.kv_bytes,
-            checkpoint_bytes=self.checkpoint_bytes,
-            max_sequences=self.max_sequences,
-            chunk_tokens=self.chunk_tokens,
-            queue=self.queue,
-            device=self.device,
-            experts=self.experts,
-            expert_format=self.expert_format,
-            gpu_bytes=self.gpu_bytes,
-            split=self.split,
-            attention=self.attention,
-            store=self._store(),
-        )
+        shared = self.model_dump(include={field.name for field in fields(EngineConfig)} - {"model", "store"})
+        return EngineConfig(model=str(model), store=self._store(), **shared)
 
     def _store(self) -> StoreSettings | None:
         if self.store is None:
