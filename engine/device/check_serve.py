@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
@@ -123,8 +123,8 @@ class Graphs:
         self.seconds.append(begin.elapsed_time(end) / 1e3)
 
 
-def converse_alone(made: Served, vocab: int, graphs: Graphs) -> float:
-    """Tells, of one sequence alone, tok/s and how long the device waits for the host. -> seconds of a step."""
+def converse_alone(made: Served, vocab: int, graphs: Graphs) -> None:
+    """Tells, of one sequence alone, tok/s and how long the device waits for the host."""
     made.ask("warm", prompt(90, 1, vocab), 2)  # a graph that never ran has no times
     made.after = graphs.ended
     converse(made, vocab)
@@ -139,7 +139,6 @@ def converse_alone(made: Served, vocab: int, graphs: Graphs) -> float:
     report("a step; of it the device waits for the host", told, host < HOST)
     report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
     report("graphs; bytes of the device that they took", f"{stats['graphs']:.0f}; {stats['graph_bytes'] / 1e6:.0f} MB")
-    return sum(steps) / count
 
 
 @contextmanager
@@ -154,22 +153,28 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def turns(made: Served, vocab: int, alone: float) -> None:
-    """An agent's turns: short answers, and after each a tool's output. ``alone``: seconds of a step of one answer."""
-    said, seconds, steps = prompt(50, 1000, vocab), 0.0, 0
-    for turn in range(TURNS):
-        made.submit(f"turn {turn}", said, Sampling(max_tokens=SHORT, temperature=0.0))
-        made.run(lambda name=f"turn {turn}": bool(made.answers[name]))  # type: ignore[misc]
-        begin = len(made.steps)
-        made.run()
-        seconds, steps = seconds + sum(made.steps[begin:]), steps + len(made.steps) - begin
-        said = [*said, *made.answers[f"turn {turn}"], *prompt(60 + turn, OUTPUT, vocab)]
-    later = seconds / steps / alone - 1
-    report(
-        f"a step of {TURNS} turns with {OUTPUT} tokens between",
-        f"{1e3 * seconds / steps:.2f} ms; {later:+.0%}",
-        later < LATER,
-    )
+def turns(made: Served, vocab: int) -> None:
+    """An agent's turns: short answers, and after each a tool's output. Beside one long answer of the same tokens, for
+    what a sequence repeats is on the device, and what a model says is not the same each time."""
+    answers = [prompt(70 + turn, SHORT, vocab) for turn in range(TURNS)]
+    said = prompt(50, 1000, vocab)
+    alone = mean(_answer(made, "one answer", said, [token for answer in answers for token in answer]))
+    steps = list[float]()
+    for turn, answer in enumerate(answers):
+        steps += _answer(made, f"turn {turn}", said, answer)
+        said = [*said, *answer, *prompt(60 + turn, OUTPUT, vocab)]
+    later = mean(steps) / alone - 1
+    name = f"a step of {TURNS} turns with {OUTPUT} tokens between"
+    report(name, f"{1e3 * mean(steps):.2f} ms; {later:+.0%}", later < LATER)
+
+
+def _answer(made: Served, name: str, said: list[int], answer: list[int]) -> list[float]:
+    """-> seconds of the steps after the first token."""
+    made.submit(name, said, Sampling(max_tokens=len(answer), temperature=0.0, forced=tuple(answer)))
+    made.run(lambda: bool(made.answers[name]))
+    begin = len(made.steps)
+    made.run()
+    return made.steps[begin:]
 
 
 def beside(made: Served, vocab: int, size: int) -> None:
@@ -264,10 +269,10 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
         graphs = Graphs()
         with graphs.made(), served(folder, machine, **where, **mode) as made:
             with one_core():
-                alone = converse_alone(made, vocab, graphs)
+                converse_alone(made, vocab, graphs)
             answers[name] = dict(made.answers)
             if elastic or not quick:
-                turns(made, vocab, alone)
+                turns(made, vocab)
                 for size in BESIDE[: 1 if quick else None]:
                     beside(made, vocab, size)
     hybrid, resident = answers.values()

@@ -132,8 +132,11 @@ class DeviceRunner(Runner):
             self._experts.executor.close()
 
     def _free(self) -> int:
-        """Bytes of the device that nothing has."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        """Bytes of the device that nothing has, torch's cache included."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def _decodes(self, parts: Sequence[Rows]) -> bool:
         return len(parts) <= self._most and all(
