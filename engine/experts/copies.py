@@ -61,6 +61,10 @@ class Copies:
         """After a step, or when slots were given or taken: the map is that of all before this."""
         self._settled = self._side.mark()
 
+    def drop_partial(self) -> None:
+        """Before a call. The host may read the map after this without waiting for what the call has computed so far."""
+        self._side.join(self._side.run(lambda _: self._residency.drop_partial(), after=self._settled))
+
     def before(self, layer: int, ring: int, limit: int) -> Came:
         """What is copied from now on, in place of what is computed: before layer 0, and after each layer before the
         next one."""

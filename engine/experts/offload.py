@@ -27,7 +27,8 @@ from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
-from engine.kernels.experts import Source, Sums
+from engine.kernels.experts import Sums
+from engine.kernels.mailbox import Request
 from engine.kernels.resolve import resolve
 
 _log = logging.getLogger(__name__)
@@ -182,10 +183,9 @@ class OffloadedExperts:
         out = x.new_empty(*ids.shape, layout.hidden)
         inner = x.new_empty(*ids.shape, layout.inner)
 
-        resolve(self.residency, ids, layer, decision)
-        pinned = self._pinned.pointer if self._pinned else 0
-        source = Source(pinned or self._mailbox, self._slots, self.residency.part_bytes)  # not mapped: not read from
-        kernels.publish(x, weights, decision, layer, self._arrivals, self._mailbox, box, source)
+        resolve(self.residency, ids, layer, decision, Request(x, weights, self._mailbox, box))
+        pool = self._pinned.pointer if self._pinned else self._mailbox  # not mapped: not read from
+        kernels.fetch(pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
         kernels.down(inner, self._slots, decision, layout, out)
         kernels.arrive(self._mailbox, box)

@@ -105,6 +105,8 @@ class Prefill:
         residency, rows, at = self._residency, x.shape[0], self._where
         if layer == _PROBED:
             self._probe.mark("begin")
+        if layer == 0:
+            self._copies.drop_partial()
         streams = self.streams(rows)
         takes = self._cpu_takes(rows) and not streams
         if streams and layer == 0:

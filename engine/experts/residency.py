@@ -1,8 +1,9 @@
 """Which experts are on the device, and where each one that a layer needs is computed.
 
 One slot space holds the experts of all layers, keyed by ``flat = layer * experts + expert``. Of the experts that a call
-misses, ``F`` parts go over the link, most recently active experts first; whole ones replace the least valuable of a
-window of slots and stay, a remainder goes to the scratch slot and does not. The CPU computes the other parts.
+misses, ``F`` parts go over the link, most recently active experts first. They replace the least valuable of a window of
+slots and stay, the last one perhaps in part: later uses miss, and bring, the rest of it. Where a window has no more
+slots, one goes to the scratch slot and does not stay. The CPU computes the other parts.
 
 Integers only: ``resolve`` here is the definition; engine/kernels/resolve.py does the same on the device bit for bit.
 
@@ -79,7 +80,8 @@ class Residency:
     int32 [layers]: what goes over the link, in 1/ONE of the missing parts; ``pace`` int32 [2] and ``bump`` int32
     [ENTRIES]: the policy; ``part_bytes`` int32 [parts + 1]: bytes of an expert's first so many parts; ``limit`` int32
     [1]: slots from this one on are not used; ``routed`` int32 [layers, MOST_PAIRS]: the ids of a layer's last call, -1
-    after them."""
+    after them; ``lacks`` int32 [layers * experts]: the last parts of a resident expert that are not there, 0 of
+    others."""
 
     experts: int
     slot_of: Tensor
@@ -95,6 +97,7 @@ class Residency:
     part_bytes: Tensor
     limit: Tensor
     routed: Tensor
+    lacks: Tensor
 
     @staticmethod
     def create(layout: Layout, layers: int, experts: int, slots: int, device: torch.device) -> Residency:
@@ -120,6 +123,7 @@ class Residency:
             part_bytes=torch.tensor(layout.offsets, dtype=torch.int32, device=device),
             limit=full(slots, 1),
             routed=full(-1, layers, MOST_PAIRS),
+            lacks=full(0, layers * experts),
         )
         residency.follow(policies(layers)[DEFAULT])
         return residency
@@ -152,10 +156,19 @@ class Residency:
         others held is no longer resident; they are free when they come back. Raises ValueError."""
         if not 1 <= limit <= self.slots:
             raise ValueError(f"experts can have 1 to {self.slots} slots, not {limit}")
-        self.slot_of.masked_fill_(self.slot_of >= limit, -1)
+        gone = self.slot_of >= limit
+        self.slot_of.masked_fill_(gone, -1)
+        self.lacks.masked_fill_(gone, 0)
         self.owner[limit:].fill_(-1)
         self.hand.remainder_(limit)
         self.limit.fill_(limit)
+
+    def drop_partial(self) -> None:
+        """Only whole experts stay, in the order of the stream."""
+        partial, held = self.lacks > 0, self.owner.clamp(min=0)
+        self.owner.masked_fill_((self.owner >= 0) & partial[held], -1)
+        self.slot_of.masked_fill_(partial, -1)
+        self.lacks.zero_()
 
     def check(self) -> None:
         """Raises AssertionError unless the maps are each other's inverse within the limit; waits for the device."""
@@ -164,6 +177,8 @@ class Residency:
         resident = (slot_of >= 0).nonzero().flatten()
         if len(held) != len(resident) or not torch.equal(slot_of[owner[held].long()].long(), held):
             raise AssertionError(f"{len(resident)} experts are said to be in {len(held)} slots that say otherwise")
+        if (self.lacks.cpu()[slot_of < 0] != 0).any() or not 0 <= int(self.lacks.max()) < self.parts:
+            raise AssertionError("parts are said to be missing of experts of which none is there")
         if (len(held) and int(held[-1]) >= limit) or not 0 <= int(self.hand) < limit:
             raise AssertionError(f"a slot or the window lies beyond the limit of {limit} slots")
 
@@ -172,8 +187,8 @@ class Residency:
 class Decision:
     """What ``resolve`` writes. ``slot`` and ``gpu_parts`` int32 [rows, k]: the device computes the first ``gpu_parts``
     parts from that slot, -1 for none; ``plan`` int32 [rows, k, 2]: expert and first part for the CPU, -1 for none;
-    ``fetch`` int32 [rows * k, 3]: (slot, flat, parts) to bring before; ``counts`` int32 [2]: fetches, and rows' experts
-    that the CPU has to compute."""
+    ``fetch`` int32 [rows * k, 3]: (slot, flat, 8 * first + end), parts [first, end) to bring; ``counts`` int32 [2]:
+    fetches, and rows' experts that the CPU has to compute."""
 
     slot: Tensor
     gpu_parts: Tensor
@@ -214,7 +229,7 @@ def link_parts(units: int, share: int) -> int:
 def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> None:
     """Decide for one layer and account for it in ``state``; CPU tensors. ``ids`` int32 [rows, k]: a row's experts, all
     different; -1 is skipped. A call of layer 0 begins a token."""
-    slot_of, owner, value = (t.numpy() for t in (state.slot_of, state.owner, state.value))
+    slot_of, owner, value, lacks = (t.numpy() for t in (state.slot_of, state.owner, state.value, state.lacks))
     parts, first_flat = state.parts, layer * state.experts
     if layer == 0:
         state.clock.add_(1)
@@ -222,32 +237,47 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     now = wrap(int(state.clock) * per_step + layer * per_layer)
 
     active = sorted({expert for expert in ids.flatten().tolist() if expert >= 0})
-    missing = [expert for expert in active if slot_of[first_flat + expert] < 0]
-    missing.sort(key=lambda expert: wrap(now - int(value[first_flat + expert])))  # stable: ties to the lower id
-    budget = link_parts(len(missing) * parts, int(state.share[layer]))
-    kept = {int(slot_of[first_flat + expert]) for expert in active}
-    limit = int(state.limit)
-    victims = _victims(owner, value, limit, int(state.hand), now, kept)[: budget // parts]
-    partial = min(budget - len(victims) * parts, parts)
+    flats = {expert: first_flat + expert for expert in active}
+    there = {expert: parts - int(lacks[flat]) if slot_of[flat] >= 0 else 0 for expert, flat in flats.items()}
+    where = {expert: (int(slot_of[flat]), there[expert]) for expert, flat in flats.items()}
+    missing = [expert for expert in active if there[expert] < parts]
+    missing.sort(key=lambda expert: wrap(now - int(value[flats[expert]])))  # stable: ties to the lower id
+    units = sum(parts - there[expert] for expert in missing)
+    budget, limit = link_parts(units, int(state.share[layer])), int(state.limit)
+    kept = {int(slot_of[flat]) for flat in flats.values()}
+    victims = [*_victims(owner, value, limit, int(state.hand), now, kept), state.slots]  # the last one: scratch
 
-    where = {expert: (int(slot_of[first_flat + expert]), parts) for expert in active}
-    for expert, slot in zip(missing, victims, strict=False):
-        if owner[slot] >= 0:
-            slot_of[owner[slot]] = -1
-        owner[slot], slot_of[first_flat + expert] = first_flat + expert, slot
-        where[expert] = slot, parts
-    for number, expert in enumerate(missing[len(victims) :]):
-        where[expert] = (state.slots, partial) if number == 0 and partial else (-1, 0)
+    fetch: list[int] = []
+    taken = 0
+    for expert in missing:
+        flat, came = flats[expert], min(budget, parts - there[expert])
+        if came == 0:
+            break
+        budget -= came
+        slot, last = int(slot_of[flat]), there[expert] + came
+        if slot < 0:
+            if taken == len(victims):
+                continue
+            slot = victims[taken]
+            taken += 1
+            if slot < state.slots:
+                if owner[slot] >= 0:
+                    lacks[owner[slot]], slot_of[owner[slot]] = 0, -1
+                owner[slot], slot_of[flat] = flat, slot
+        if slot < state.slots:
+            lacks[flat] = parts - last
+        where[expert] = slot, last
+        fetch += slot, flat, 8 * there[expert] + last
 
-    fetched = [expert for expert in missing if where[expert][1]]
     bump = state.bump.tolist()
-    for expert in active:
-        value[first_flat + expert] = used(int(value[first_flat + expert]), now, bump)
-    if victims:
+    for flat in flats.values():
+        value[flat] = used(int(value[flat]), now, bump)
+    if taken and victims[0] < state.slots:
         state.hand.fill_((int(state.hand) + WINDOW) % limit)
-    on_link = sum(where[expert][1] for expert in fetched)
-    counts = ((len(active) - len(missing)) * parts, on_link, len(missing) * parts - on_link)
-    moved = sum(int(state.part_bytes[where[expert][1]]) for expert in fetched)
+    on_link = sum(where[expert][1] - there[expert] for expert in missing)
+    counts = (sum(there.values()), on_link, units - on_link)
+    ends = state.part_bytes.tolist()
+    moved = sum(ends[where[expert][1]] - ends[there[expert]] for expert in missing)
     state.counters.add_(torch.tensor([*counts, moved]))
     state.work[layer] = torch.tensor(counts, dtype=torch.int32)
     state.routed[layer].fill_(-1)
@@ -262,9 +292,8 @@ def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> No
     _fill(decision.slot, [slot for slot, _ in pairs])
     _fill(decision.gpu_parts, [done for _, done in pairs])
     _fill(decision.plan, [number for entry in plan for number in entry])
-    fetch = [number for expert in fetched for number in (where[expert][0], first_flat + expert, where[expert][1])]
     decision.fetch.flatten()[: len(fetch)] = torch.tensor(fetch, dtype=torch.int32)
-    _fill(decision.counts, [len(fetched), sum(expert >= 0 for expert, _ in plan)])
+    _fill(decision.counts, [len(fetch) // 3, sum(expert >= 0 for expert, _ in plan)])
 
 
 def _victims(owner: Ints, value: Ints, limit: int, hand: int, now: int, kept: set[int]) -> list[int]:

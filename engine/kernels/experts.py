@@ -9,7 +9,6 @@ run side by side: pairs that share an expert share its read through the L2 cache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from engine.experts.layout import BLOCK, HALF, MOST_PARTS, Layout
 from engine.experts.residency import Decision
 from engine.kernels.blocks import added, times_bf16, times_int8, times_mxfp4
 from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
+from engine.kernels.mailbox import Mailbox, Request, release, store
 
 FETCHERS = 64
 """Programs that fetch: enough reads in flight for the link, few enough to leave the device to others."""
@@ -60,59 +60,26 @@ _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
 _WORDS_OF_A_ROW = {"bf16": 32, "int8": 8, "mxfp4": 4}
 
 
-class Mailbox(Protocol):
-    """Byte offsets, as ``engine.experts.executor.MailboxLayout``."""
-
-    @property
-    def ready(self) -> int: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def arrived(self) -> int: ...
-    @property
-    def x(self) -> int: ...
-    @property
-    def plan(self) -> int: ...
-    @property
-    def weights(self) -> int: ...
-    @property
-    def y(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where experts are fetched from, and to: the pool's address for the device, 16-byte aligned, as is the stride of
-    ``slots`` uint8 [slots + 1, stride]; ``part_bytes``: of so many first parts of an expert."""
-
-    pool: int
-    slots: Tensor
-    part_bytes: Tensor
-
-
-@triton.jit
-def _bring(program, programs, pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
-    """The work of one program of ``programs`` that fetch."""
-    lane = tl.arange(0, CHUNK)
-    source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
-    for number in range(tl.load(counts)):
-        to = tl.load(fetch + number * 3).to(tl.int64) * words
-        origin = tl.load(fetch + number * 3 + 1).to(tl.int64) * words
-        length = tl.load(part_bytes + tl.load(fetch + number * 3 + 2)) // 16 * 4
-        for start in range(program * CHUNK, length, programs * CHUNK):
-            at = start + lane
-            data = tl.load(source + (origin + at), mask=at < length, cache_modifier=".cg")
-            tl.store(slots + (to + at), data, mask=at < length)
-
-
 @triton.jit
 def _fetch(pool, slots, fetch, counts, part_bytes, words, CHUNK: tl.constexpr):
     begin()
+    lane, program = tl.arange(0, CHUNK), tl.program_id(0)
+    source = tl.multiple_of(pool.to(tl.pointer_type(tl.int32)), 16)
     wait()
-    _bring(tl.program_id(0), tl.num_programs(0), pool, slots, fetch, counts, part_bytes, words, CHUNK)
+    for number in range(tl.load(counts)):
+        to = tl.load(fetch + number * 3).to(tl.int64) * words
+        origin = tl.load(fetch + number * 3 + 1).to(tl.int64) * words
+        parts = tl.load(fetch + number * 3 + 2)
+        first, last = tl.load(part_bytes + parts // 8) // 16 * 4, tl.load(part_bytes + parts % 8) // 16 * 4
+        for start in range(first + program * CHUNK, last, tl.num_programs(0) * CHUNK):
+            at = start + lane
+            data = tl.load(source + (origin + at), mask=at < last, cache_modifier=".cg")
+            tl.store(slots + (to + at), data, mask=at < last)
 
 
 def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes: Tensor) -> None:
-    """Copy what ``decision.fetch`` lists, as of ``Source``; ``stride`` of both in bytes."""
+    """Copy what ``decision.fetch`` lists: from the pool's address for the device, 16-byte aligned, as is the ``stride``
+    of both in bytes, to ``slots`` uint8 [slots + 1, stride]. ``part_bytes``: of so many first parts of an expert."""
     launch(
         _fetch, (FETCHERS,),
         pool, slots.view(torch.int32), decision.fetch, decision.counts, part_bytes, stride // 4,
@@ -332,99 +299,41 @@ def combine(
     )  # fmt: skip
 
 
-@triton.jit
-def _release(to, value, ON_DEVICE: tl.constexpr):
-    """Store 64 bits where another device or the CPU looks: whoever sees them sees all that was stored before, also by
-    programs that this one has acquired from. One thread does it."""
-    if ON_DEVICE:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first st.release.sys.global.u64 [$1], $2;
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,l",
-            [to, value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:  # the interpreter runs one program after another
-        tl.store(to.to(tl.pointer_type(tl.int64)), value)
-
-
-@triton.jit
-def _give(
-    program, programs, x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs,
-    value, PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
+@triton.jit(do_not_specialize=["value"])
+def _publish(
+    x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value,
+    PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """The work of one program of ``programs`` that give the CPU its part."""
+    begin()
+    program, pair, both = tl.program_id(0), tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
+    at = program * COPY + tl.arange(0, COPY)
+    wait()
     if tl.load(counts + 1) > 0:
-        at = program * COPY + tl.arange(0, COPY)
-        target = tl.multiple_of(to_x.to(tl.pointer_type(tl.float32)), 16)
-        tl.store(target + at, tl.load(x + at, mask=at < size), mask=at < size)
+        store(to_x, at, tl.load(x + at, mask=at < size), at < size)
         if program == 0:
             tl.store(to_done.to(tl.pointer_type(tl.int64)), tl.full((), 0, tl.int64))
-            pair, both = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-            entries = tl.load(plan + both, mask=both < 2 * pairs)
-            tl.store(to_plan.to(tl.pointer_type(tl.int32)) + both, entries, mask=both < 2 * pairs)
-            rank_weights = tl.load(weights + pair, mask=pair < pairs)
-            tl.store(to_weights.to(tl.pointer_type(tl.float32)) + pair, rank_weights, mask=pair < pairs)
+            store(to_plan, both, tl.load(plan + both, mask=both < 2 * pairs), both < 2 * pairs)
+            store(to_weights, pair, tl.load(weights + pair, mask=pair < pairs), pair < pairs)
         tl.debug_barrier()
         # The last program has acquired what the others released, and releases all of it to the CPU.
-        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == tl.num_programs(0) - 1
         if last:
             tl.store(arrivals, 0)
-            _release(to_ready, value, ON_DEVICE)
+            release(to_ready, value, ON_DEVICE)
     elif program == 0:
         tl.store(to_done.to(tl.pointer_type(tl.int64)), 1)
 
 
-@triton.jit(do_not_specialize=["value", "givers"])
-def _publish(
-    x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights, size, pairs, value, givers,
-    pool, slots, fetch, part_bytes, words,
-    PAIRS: tl.constexpr, COPY: tl.constexpr, ON_DEVICE: tl.constexpr, CHUNK: tl.constexpr, FETCHES: tl.constexpr,
-):  # fmt: skip
-    begin()
-    wait()
-    program = tl.program_id(0)
-    if program < givers:
-        _give(
-            program, givers, x, plan, weights, counts, arrivals, to_ready, to_done, to_x, to_plan, to_weights,
-            size, pairs, value, PAIRS, COPY, ON_DEVICE,
-        )  # fmt: skip
-    elif FETCHES:
-        _bring(
-            program - givers, tl.num_programs(0) - givers, pool, slots, fetch, counts, part_bytes, words, CHUNK
-        )  # fmt: skip
-
-
 def publish(
-    x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox,
-    source: Source | None = None,
+    x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox
 ) -> None:  # fmt: skip
-    """Give the CPU its part: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without work for it,
-    ``done`` = 1. And with a ``source``, bring what ``decision.fetch`` lists.
-    ``arrivals`` int32 [1]: zero between calls."""
-    rows, pairs, givers = x.shape[0], decision.slot.numel(), cdiv(x.numel(), COPY)
-    offsets = (layout.ready, layout.done, layout.x, layout.plan, layout.weights)
-    from_pool = (0, x, arrivals, arrivals, 0)
-    if source is not None:
-        words = source.slots.view(torch.int32)
-        from_pool = (source.pool, words, decision.fetch, source.part_bytes, words.stride(0))
+    """Give the CPU its part of many rows: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without
+    work for it, ``done`` = 1. ``arrivals`` int32 [1]: zero between calls."""
+    request, pairs = Request(x, weights, mailbox, layout), decision.slot.numel()
     launch(
-        _publish, (givers + (0 if source is None else FETCHERS),),
-        x, decision.plan, weights, decision.counts, arrivals, *(mailbox + offset for offset in offsets),
-        x.numel(), pairs, rows << 32 | (layer + 1), givers,
-        *from_pool,
-        PAIRS=next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda, CHUNK=CHUNK,
-        FETCHES=source is not None, num_warps=8,
+        _publish, (cdiv(x.numel(), COPY),),
+        x, decision.plan, weights, decision.counts, arrivals, *request.addresses, x.numel(), pairs,
+        request.number(layer), PAIRS=next_power_of_2(pairs), COPY=COPY, ON_DEVICE=x.is_cuda, num_warps=8,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from engine.experts.residency import Decision
 def fetch(pool: Tensor, slots: Tensor, decision: Decision, part_bytes: Tensor) -> None:
     """``pool`` uint8 [layers * experts, stride]."""
     for slot, flat, parts in decision.fetch[: int(decision.counts[0])].tolist():
-        nbytes = int(part_bytes[parts])
-        slots[slot, :nbytes] = pool[flat, :nbytes]
+        first, last = int(part_bytes[parts // 8]), int(part_bytes[parts % 8])
+        slots[slot, first:last] = pool[flat, first:last]
 
 
 def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor) -> None:

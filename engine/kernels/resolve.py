@@ -14,19 +14,23 @@ from torch import Tensor
 
 from engine.experts.residency import ENTRIES, MOST_PAIRS, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
 from engine.kernels.launch import begin, launch, next_power_of_2, wait
+from engine.kernels.mailbox import Request, give_x, release, store
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
+CHUNK = 1024
+"""Numbers of x that go to the CPU at a time."""
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "value_of_request"])
 def _resolve(
     ids, slot_of, owner, value, clock, hand, counters, work, share, pace, bump, part_bytes,
-    limit, routed, slot_out, parts_out, plan_out, fetch_out, counts_out,
+    limit, routed, lacks, slot_out, parts_out, plan_out, fetch_out, counts_out,
     layer, experts, slots, pairs,
+    x, weights, to_ready, to_done, to_x, to_plan, to_weights, size, value_of_request,
     PARTS: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
     SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr,
-    NEVER: tl.constexpr,
+    NEVER: tl.constexpr, CHUNK: tl.constexpr, GIVES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     begin()
     pair, place = tl.arange(0, PAIRS), tl.arange(0, WINDOW)
@@ -35,11 +39,12 @@ def _resolve(
     start, usable = tl.load(hand), tl.load(limit)
     step = tl.load(clock) + tl.where(layer == 0, 1, 0)
     now = step * tl.load(pace) + layer * tl.load(pace + 1)
-    of_link, whole_bytes = tl.load(share + layer), tl.load(part_bytes + PARTS).to(tl.int64)
+    of_link = tl.load(share + layer)
     counted = tl.load(counters + tl.arange(0, 4))
     valid = expert >= 0
     flat = layer * experts + expert
     found = tl.load(slot_of + flat, mask=valid, other=-1)
+    short = tl.load(lacks + flat, mask=valid, other=0)
     before = tl.load(value + flat, mask=valid, other=0)
     slot = start + place
     slot = tl.where(slot >= usable, slot - usable, slot)
@@ -47,23 +52,32 @@ def _resolve(
     ahead = now - before
     distance = tl.minimum(tl.maximum(ahead, -SPAN), SPAN)
     added = tl.load(bump + tl.minimum(tl.abs(distance) >> SHIFT, ENTRIES - 1))
+    if GIVES:  # while the others come, and before it is known whether the CPU needs it
+        give_x(x, to_x, size, CHUNK)
+        rank_weights = tl.load(weights + pair, mask=pair < pairs)
 
     # The pairs: the first of those that name an expert stands for all of them.
     same = (expert[:, None] == expert[None, :]) & valid[None, :]
     leads = valid & (tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), axis=0) == 0)
-    missing = leads & (found < 0)
-    both = tl.sum(leads.to(tl.int32) + (missing.to(tl.int32) << 16), axis=0)
-    misses = both >> 16
-    hits = ((both & 65535) - misses) * PARTS
+    there = tl.where(found < 0, 0, PARTS - short)
+    lacking = tl.where(leads, PARTS - there, 0)
+    missing = lacking > 0
     sooner = (ahead[:, None] < ahead[None, :]) | (
         (ahead[:, None] == ahead[None, :]) & (expert[:, None] < expert[None, :])
     )
-    rank = tl.sum((sooner & missing[:, None]).to(tl.int32), axis=0)
-    budget = (misses * PARTS * of_link + HALF) >> 16
+    # For each pair, of those that come sooner: parts, experts, experts without a slot; and of all: parts, hits.
+    each = lacking + (missing.to(tl.int32) << 11) + ((missing & (found < 0)).to(tl.int32) << 20)
+    before_it = tl.sum(tl.where(sooner, each[:, None], 0), axis=0)
+    all_of_it = tl.sum(lacking + (tl.where(leads, there, 0) << 16), axis=0)
+    units, hits = all_of_it & 65535, all_of_it >> 16
+    rank, turn_of_new = (before_it >> 11) & 511, before_it >> 20
+    budget = (units * of_link + HALF) >> 16
+    came = tl.minimum(tl.maximum(budget - (before_it & 2047), 0), lacking)
     tl.debug_barrier()  # slots of the pairs, their values and the clock have been read
 
-    whole = budget * 0
-    given = pair * 0
+    mine, last = found, there
+    bring = missing & (came > 0)
+    on_link = budget * 0
     if budget > 0:
         # The window: free slots first, then the lowest values, then the first ones, in one number.
         kept = tl.sum((slot[None, :] == found[:, None]).to(tl.int32), axis=0) > 0
@@ -72,60 +86,82 @@ def _resolve(
         key = tl.minimum(tl.maximum(worth, -OLDEST), OLDEST) * WINDOW + place
         key = tl.where(may_go, tl.where(holds >= 0, key, FREE + place), NEVER)
         turn = tl.sum((key[:, None] < key[None, :]).to(tl.int32), axis=0)
-        whole = tl.minimum(budget // PARTS, tl.sum(may_go.to(tl.int32), axis=0))
-        goes = may_go & (turn < whole)
+        room, new = tl.sum(may_go.to(tl.int32), axis=0), bring & (found < 0)
+        stay = tl.minimum(room, tl.sum(new.to(tl.int32), axis=0))
+        goes = may_go & (turn < stay)
         gone = tl.where(goes, slot, 0)
-        given = tl.sum(tl.where(turn[:, None] == rank[None, :], gone[:, None], 0), axis=0)
+        given = tl.sum(tl.where(turn[:, None] == turn_of_new[None, :], gone[:, None], 0), axis=0)
         tl.store(slot_of + holds, -1, mask=goes & (holds >= 0))
-        if whole > 0:
+        tl.store(lacks + holds, 0, mask=goes & (holds >= 0))
+        if stay > 0:
             tl.store(hand, (start + WINDOW) % usable)
         tl.debug_barrier()  # the values of the window have been read
-    partial = tl.minimum(budget - whole * PARTS, PARTS)
+        # One expert more than there is room for comes into the scratch slot, the others not at all.
+        bring = bring & ((found >= 0) | (turn_of_new <= room))
+        rank -= tl.maximum(turn_of_new - room - 1, 0)
+        mine = tl.where(new & bring, tl.where(turn_of_new < room, given, slots), found)
+        last = there + tl.where(bring, came, 0)
+        stays = bring & (mine < slots)
+        tl.store(slot_of + flat, mine, mask=stays)
+        tl.store(owner + mine, flat, mask=stays)
+        tl.store(lacks + flat, PARTS - last, mask=stays)
+        on_link = tl.sum(tl.where(bring, came, 0), axis=0)
 
-    gets = missing & (rank < whole)
-    part_way = missing & (rank == tl.where(partial > 0, whole, -1))
-    mine = tl.where(gets, given, tl.where(part_way, slots, found))
-    done = tl.where(leads & (found >= 0) | gets, PARTS, tl.where(part_way, partial, 0))
-    tl.store(slot_of + flat, mine, mask=gets)
-    tl.store(owner + mine, flat, mask=gets)
+    # What was decided for the first goes to all that name the same expert.
+    told = tl.sum(tl.where(same & leads[:, None], ((mine + 1) * 8 + last)[:, None], 0), axis=0)
+    all_done = told & 7
+    left = valid & (all_done < PARTS)
+    wanted = tl.sum(left.to(tl.int32), axis=0)
+    if GIVES and wanted > 0:
+        store(to_plan, pair * 2, tl.where(left, expert, -1), pair < pairs)
+        store(to_plan, pair * 2 + 1, tl.where(left, all_done, 0), pair < pairs)
+        store(to_weights, pair, rank_weights, pair < pairs)
+        tl.store(to_done.to(tl.pointer_type(tl.int64)), tl.full((), 0, tl.int64))
+        tl.debug_barrier()
+        release(to_ready, value_of_request, ON_DEVICE)
+    elif GIVES:
+        tl.store(to_done.to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64))
+
     tl.store(value + flat, tl.where(ahead >= 0, now, before) + added, mask=leads)
     tl.store(clock, step)
 
-    on_link = whole * PARTS + partial
-    on_cpu = misses * PARTS - on_link
-    moved = whole * whole_bytes + tl.load(part_bytes + partial)
+    from_there = tl.load(part_bytes + there, mask=bring, other=0)
+    moved = tl.sum(tl.load(part_bytes + last, mask=bring, other=0) - from_there, axis=0).to(tl.int64)
     number = tl.arange(0, 4)
-    units = tl.where(number == 0, hits, tl.where(number == 1, on_link, on_cpu))
-    tl.store(counters + number, counted + tl.where(number == 3, moved, units.to(tl.int64)))
-    tl.store(work + layer * 3 + number, units, mask=number < 3)
+    did = tl.where(number == 0, hits, tl.where(number == 1, on_link, units - on_link))
+    tl.store(counters + number, counted + tl.where(number == 3, moved, did.to(tl.int64)))
+    tl.store(work + layer * 3 + number, did, mask=number < 3)
     every = tl.arange(0, MOST)
     tl.store(routed + layer * MOST + every, tl.load(ids + every, mask=every < pairs, other=-1))
 
-    # What was decided for the first goes to all that name the same expert.
-    told = tl.sum(tl.where(same & leads[:, None], ((mine + 1) * 8 + done)[:, None], 0), axis=0)
-    done = told & 7
-    left = valid & (done < PARTS)
     tl.store(slot_out + pair, tl.where(valid, (told >> 3) - 1, -1), mask=pair < pairs)
-    tl.store(parts_out + pair, done, mask=pair < pairs)
+    tl.store(parts_out + pair, all_done, mask=pair < pairs)
     tl.store(plan_out + pair * 2, tl.where(left, expert, -1), mask=pair < pairs)
-    tl.store(plan_out + pair * 2 + 1, tl.where(left, done, 0), mask=pair < pairs)
-    bring = gets | part_way
+    tl.store(plan_out + pair * 2 + 1, tl.where(left, all_done, 0), mask=pair < pairs)
     tl.store(fetch_out + rank * 3, mine, mask=bring)
     tl.store(fetch_out + rank * 3 + 1, flat, mask=bring)
-    tl.store(fetch_out + rank * 3 + 2, done, mask=bring)
-    tl.store(counts_out, whole + tl.where(partial > 0, 1, 0))
-    tl.store(counts_out + 1, tl.sum(left.to(tl.int32), axis=0))
+    tl.store(fetch_out + rank * 3 + 2, there * 8 + last, mask=bring)
+    tl.store(counts_out, tl.sum(bring.to(tl.int32), axis=0))
+    tl.store(counts_out + 1, wanted)
 
 
-def resolve(state: Residency, ids: Tensor, layer: int, decision: Decision) -> None:
-    """As the function of the same name in engine.experts.residency, for contiguous tensors on the device."""
+def resolve(
+    state: Residency, ids: Tensor, layer: int, decision: Decision, request: Request | None = None
+) -> None:  # fmt: skip
+    """As the function of the same name in engine.experts.residency, for contiguous tensors on the device. With a
+    ``request`` the CPU is asked for its part, and ``done`` is 1 if it has none: that x is on its way to it early, and
+    the rest before the state is kept, is why this is no kernel of its own."""
     pairs = ids.numel()
+    asked: tuple[object, ...] = (ids, ids, 0, 0, 0, 0, 0, 0, 0)
+    if request is not None:
+        asked = (request.x, request.weights, *request.addresses, request.x.numel(), request.number(layer))
     launch(
         _resolve, (1,),
         ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work, state.share,
-        state.pace, state.bump, state.part_bytes, state.limit, state.routed,
+        state.pace, state.bump, state.part_bytes, state.limit, state.routed, state.lacks,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
-        layer, state.experts, state.slots, pairs,
+        layer, state.experts, state.slots, pairs, *asked,
         PARTS=state.parts, PAIRS=next_power_of_2(pairs), MOST=MOST_PAIRS, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
-        ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, num_warps=4,
+        ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, CHUNK=CHUNK,
+        GIVES=request is not None, ON_DEVICE=ids.is_cuda, num_warps=4,
     )  # fmt: skip

@@ -14,10 +14,7 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.replay import Chooser, Trace, choose_policy, hit_rate, resolved_hit_rate, synthetic
 from engine.experts.residency import (
     BYTES,
-    CPU,
     ENTRIES,
-    FETCHED,
-    HITS,
     ONE,
     SHIFT,
     SPAN,
@@ -75,6 +72,7 @@ def test_every_decision(drawn: tuple[int, int, str, list[Call]]) -> None:
         state.share.fill_(share)
         ids, decision = torch.tensor(rows, dtype=torch.int32), Decision.create(len(rows), len(rows[0]), DEVICE)
         before, counters = state.slot_of.tolist(), state.counters.tolist()
+        there = [parts - less if slot >= 0 else 0 for slot, less in zip(before, state.lacks.tolist(), strict=True)]
         resolve(state, ids, layer, decision)
         after, owner = state.slot_of.tolist(), state.owner.tolist()
 
@@ -84,19 +82,22 @@ def test_every_decision(drawn: tuple[int, int, str, list[Call]]) -> None:
         assert all(flat < 0 for flat in owner[limit:])
 
         active = {expert for row in rows for expert in row if expert >= 0}
-        missing = {expert for expert in active if before[layer * experts + expert] < 0}
-        assert all(after[layer * experts + expert] == before[layer * experts + expert] for expert in active - missing)
+        flats = {layer * experts + expert for expert in active}
+        units = sum(parts - there[flat] for flat in flats)
+        assert all(after[flat] == before[flat] for flat in flats if before[flat] >= 0)
 
         fetches = decision.fetch[: int(decision.counts[0])].tolist()
-        brought = {flat: (slot, some) for slot, flat, some in fetches}
+        brought = {flat: (slot, some % 8) for slot, flat, some in fetches}
         assert len(brought) == len(fetches) == len({slot for slot, _, _ in fetches})
-        assert {flat - layer * experts for flat in brought} <= missing
-        on_link = sum(some for _, some in brought.values())
-        budget = link_parts(len(missing) * parts, share)
+        assert all(there[flat] == some // 8 < some % 8 <= parts for _, flat, some in fetches)
+        on_link = sum(last - there[flat] for flat, (_, last) in brought.items())
+        budget = link_parts(units, share)
         assert on_link <= budget
         if limit >= len(active):
             assert on_link == budget
-        assert sum(some < parts for _, some in brought.values()) <= 1
+        assert sum(last < parts for _, last in brought.values()) <= 1
+        for flat, (slot, last) in brought.items():  # in part or whole, it is there next time
+            assert (after[flat], int(state.lacks[flat])) == ((slot, parts - last) if slot < slots else (-1, 0))
 
         on_cpu = 0
         outputs = (decision.slot.tolist(), decision.gpu_parts.tolist(), decision.plan.tolist())
@@ -108,16 +109,14 @@ def test_every_decision(drawn: tuple[int, int, str, list[Call]]) -> None:
                 flat = layer * experts + expert
                 assert (planned, first) == ((expert, done) if done < parts else (-1, 0))  # every part exactly once
                 on_cpu += planned >= 0
-                holder = brought[flat] if flat in brought else (before[flat], parts if before[flat] >= 0 else 0)
-                assert (slot, done) == holder
+                assert (slot, done) == brought.get(flat, (before[flat], there[flat]))
                 assert slot < slots or (slot == slots and after[flat] < 0)  # the scratch slot keeps nothing
         assert int(decision.counts[1]) == on_cpu
 
         change = [now - then for now, then in zip(state.counters.tolist(), counters, strict=True)]
-        assert change[HITS] == (len(active) - len(missing)) * parts
-        assert change[FETCHED] == on_link
-        assert change[CPU] == len(missing) * parts - on_link
-        assert change[BYTES] == sum(LAYOUT.offsets[some] for _, some in brought.values())
+        assert change[:BYTES] == [len(active) * parts - units, on_link, units - on_link]
+        ends = LAYOUT.offsets
+        assert change[BYTES] == sum(ends[last] - ends[there[flat]] for flat, (_, last) in brought.items())
         assert state.work[layer].tolist() == change[:3]
 
 
@@ -133,6 +132,10 @@ def test_check_finds_maps_that_disagree() -> None:
         getattr(state, name)[place] = number
         with pytest.raises(AssertionError, match="say otherwise"):
             state.check()
+    state = made()
+    state.lacks[5] = 1
+    with pytest.raises(AssertionError, match="none is there"):
+        state.check()
     state = made()
     state.limit.fill_(2)
     with pytest.raises(AssertionError, match="limit of 2"):
@@ -186,8 +189,21 @@ def test_most_recently_active_misses_are_fetched_first() -> None:
         decide(state, ids)
     state.share.fill_(ONE * 5 // 16)
     fetched = decide(state, [9, 7, 3, 1]).fetch[:2].tolist()
-    assert [(flat, parts) for _, flat, parts in fetched] == [(3, 4), (7, 1)]
-    assert fetched[1][0] == 8  # in the scratch slot
+    assert fetched == [[0, 3, 4], [1, 7, 1]]
+
+
+def test_what_comes_in_part_is_completed_by_later_uses() -> None:
+    """Else nothing new would stay where less than an expert goes over the link at a time, however often it misses."""
+    state = Residency.create(LAYOUT, LAYERS, 16, 8, DEVICE)
+    state.share.fill_(ONE // 2)
+    made = [decide(state, [5]) for _ in range(4)]
+    assert [one.fetch[0].tolist() for one in made[:3]] == [[0, 5, 2], [0, 5, 8 * 2 + 3], [0, 5, 8 * 3 + 4]]
+    assert [one.plan.flatten().tolist() for one in made] == [[5, 2], [5, 3], [-1, 0], [-1, 0]]
+    assert state.counters[:BYTES].tolist() == [2 + 3 + 4, 2 + 1 + 1, 2 + 1]
+    decide(state, [6])
+    state.drop_partial()
+    assert (state.slot_of >= 0).nonzero().flatten().tolist() == [5] and int(state.owner[1]) == -1
+    state.check()
 
 
 def test_free_slots_go_first_then_the_least_valuable() -> None:

@@ -20,7 +20,8 @@ from engine.device.fake import FakeDriver
 from engine.device.machine import Machine
 from engine.experts import residency
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import experts, experts_twin
+from engine.kernels import experts_twin
+from engine.kernels.mailbox import Request
 from engine.kernels.ops import DeviceExperts
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
@@ -62,18 +63,18 @@ def memory(address: int, like: Tensor) -> Tensor:
     ).view(like.shape)
 
 
-def publish(
-    x: Tensor, weights: Tensor, decision: Any, layer: int, arrivals: Tensor, mailbox: int, box: Any,
-    source: experts.Source | None = None,
+def resolve(
+    state: residency.Residency, ids: Tensor, layer: int, decision: Any, request: Request | None = None
 ) -> None:  # fmt: skip
-    if source is not None:
-        fetch(source, decision)
-    wanted = bool(decision.counts[1])
-    ctypes.c_uint64.from_address(mailbox + box.done).value = not wanted
-    for offset, data in ((box.x, x), (box.plan, decision.plan), (box.weights, weights)):
-        memory(mailbox + offset, data).copy_(data)
+    residency.resolve(state, ids, layer, decision)
+    if request is None:
+        return
+    box, at, wanted = request.layout, request.address, bool(decision.counts[1])
+    ctypes.c_uint64.from_address(at + box.done).value = not wanted
     if wanted:
-        ctypes.c_uint64.from_address(mailbox + box.ready).value = x.shape[0] << 32 | (layer + 1)
+        for offset, data in ((box.x, request.x), (box.plan, decision.plan), (box.weights, request.weights)):
+            memory(at + offset, data).copy_(data)
+        ctypes.c_uint64.from_address(at + box.ready).value = request.number(layer)
 
 
 def arrive(mailbox: int, box: Any) -> None:
@@ -84,21 +85,22 @@ def combine(out: Tensor, weights: Tensor, decision: Any, y: Tensor, mailbox: int
     experts_twin.combine(out, weights, decision, y, memory(mailbox + box.y, y) if box is not None else None)
 
 
-def fetch(source: experts.Source, decision: Any) -> None:
+def fetch(pool: int, stride: int, slots: Tensor, decision: Any, part_bytes: Tensor) -> None:
     for slot, flat, parts in decision.fetch[: int(decision.counts[0])].tolist():
-        to = source.slots[slot, : int(source.part_bytes[parts])]
-        to.copy_(memory(source.pool + flat * source.slots.stride(0), to))
+        first, last = int(part_bytes[parts // 8]), int(part_bytes[parts % 8])
+        to = slots[slot, first:last]
+        to.copy_(memory(pool + flat * stride + first, to))
 
 
 TWINS = SimpleNamespace(
-    publish=publish, arrive=arrive, combine=combine, gate_up=experts_twin.gate_up, down=experts_twin.down
+    fetch=fetch, arrive=arrive, combine=combine, gate_up=experts_twin.gate_up, down=experts_twin.down
 )
 
 
 def use_twins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("engine.device.load.DeviceOps", TwinOps)
     patch.setattr("engine.experts.offload.kernels", TWINS)
-    patch.setattr("engine.experts.offload.resolve", residency.resolve)
+    patch.setattr("engine.experts.offload.resolve", resolve)
     patch.setattr("engine.device.load.ResidentExperts", TwinResident)
 
 
