@@ -18,6 +18,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton import knobs
 
 from engine import native
 from engine.api import PAGE, Anchor, Reuse, Sampling, StoreSettings
@@ -44,8 +47,8 @@ LIVE = 3
 """Sequences that run at most."""
 SECONDS, QUICK, LONG = 300.0, 25.0, 60.0
 """Of a soak, of a quick one, and from which on everything must have happened."""
-WARM, SLOW = 60.0, 0.4
-"""Seconds at most until nothing is compiled any more, and what a step takes in which something is."""
+WARM = 3.0
+"""Seconds of a soak before it: allocators take what they will keep."""
 TOLD = 15.0
 """Seconds between two lines of progress."""
 LEAST_PAGES = 40
@@ -210,25 +213,28 @@ class Held:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    """Bytes of this process in memory that are of no file, now."""
+    pages, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(pages) - int(shared)) * mmap.PAGESIZE
 
 
-def warm(sessions: Sessions) -> None:
-    """Until all kernels are there that a soak takes."""
-    begin, number = time.monotonic(), 0
-    while time.monotonic() < begin + WARM and not sessions.stopped.is_set():
-        number += 1
-        if soak(sessions, 2.0, -number)["ms of the longest step"] < 1e3 * SLOW:
-            break
-    report("warm", f"after {time.monotonic() - begin:.1f} s")
+@contextmanager
+def unrehearsed() -> Iterator[list[str]]:
+    """Names of kernels that are asked for meanwhile and were not there."""
+    names: list[str] = []
+    knobs.runtime.jit_cache_hook = lambda *, fn, **_: names.append(fn.name)
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_cache_hook = None
 
 
 def soaked(sessions: Sessions, seconds: float) -> bool:
     """Whether everything is accounted for after a soak, and nothing more is held than before."""
-    warm(sessions)
-    before, begin = Held.of(sessions.made), time.monotonic()
-    happened = soak(sessions, seconds, 1)
+    with unrehearsed() as late:
+        soak(sessions, WARM, 0)
+        before, begin = Held.of(sessions.made), time.monotonic()
+        happened = soak(sessions, seconds, 1)
     took, after = time.monotonic() - begin, Held.of(sessions.made)
     report("a soak; steps", f"{happened.pop('steps')} in {took:.0f} s")
     expected = (*EXPECTED, *EXPECTED_LATER) if took > LONG else EXPECTED
@@ -238,6 +244,7 @@ def soaked(sessions: Sessions, seconds: float) -> bool:
     right.append(report("  bytes of the device that were not given back", str(max(0, more)), more <= SLACK))
     right.append(report("  blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks))
     right.append(report("  bytes of the process more than before", f"{grown / 1e6:.1f} MB", grown <= GROWTH))
+    right.append(report("  kernels that had not been rehearsed", ", ".join(sorted({*late})) or "none", not late))
     report("  pages, states, slots and leases", "all accounted for")  # an error would have ended this
     return all(right)
 
