@@ -25,6 +25,7 @@ from engine.experts.executor import MailboxLayout
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import ONE, Decision, Policy, Residency
 from engine.kernels import experts, experts_twin
+from engine.kernels.mailbox import Request
 from engine.kernels.resolve import resolve
 from engine.kernels.time_experts import SHAPES, stride_of, time_all, tune
 from engine.kernels.timing import GPU
@@ -37,11 +38,15 @@ CALLS = ((1, 8, 256, 100), (1, 1, 8, 1), (16, 8, 256, 300), (4, 10, 512, 1500), 
 
 
 def check_decisions(policy: Policy, steps: int, rng: random.Random) -> bool:
-    """Whether state and decision are the reference's after each of so many random calls of every size."""
+    """Whether state and decision are the reference's after each of so many random calls of every size, and the CPU is
+    asked for its part of each."""
     layout, same = Layout(FORMATS["mxfp4"], 32, 160), True
     for rows, ranks, count, slots in CALLS:
         states = [Residency.create(layout, LAYERS, count, slots, device) for device in (CPU, GPU)]
         decisions = [Decision.create(rows, ranks, device) for device in (CPU, GPU)]
+        box, x, weights = MailboxLayout(rows, ranks, 64), torch.rand(rows, 64), torch.rand(rows, ranks)
+        memory = torch.zeros(box.nbytes, dtype=torch.uint8).pin_memory()
+        request = Request(x.to(GPU), weights.to(GPU), memory.data_ptr(), box)
         for state in states:
             state.follow(policy)
             state.clock.fill_(2**31 // policy.per_step - steps // 6)  # times wrap on the way
@@ -52,8 +57,14 @@ def check_decisions(policy: Policy, steps: int, rng: random.Random) -> bool:
                     state.share.copy_(share)
             ids = torch.tensor([_routed(rng, ranks, count) for _ in range(rows)], dtype=torch.int32)
             residency.resolve(states[0], ids, step % LAYERS, decisions[0])
-            resolve(states[1], ids.to(GPU), step % LAYERS, decisions[1])
+            memory.zero_()
+            resolve(states[1], ids.to(GPU), step % LAYERS, decisions[1], request)
             same &= _same(states[1], states[0]) and _same(*(_used(decision) for decision in reversed(decisions)))
+            asked = bool(decisions[0].counts[1])
+            words = _read(memory, box.ready, torch.zeros(9, dtype=torch.int64))
+            same &= int(words[0]) == asked * request.number(step % LAYERS) and bool(words[8]) != asked
+            sent = ((box.x, x), (box.plan, decisions[0].plan), (box.weights, weights))
+            same &= all(torch.equal(_read(memory, offset, each), each) for offset, each in sent if asked)
     return same
 
 
@@ -128,6 +139,10 @@ def check_fetch(layout: Layout) -> bool:
     return torch.equal(got.cpu(), want)
 
 
+def _read(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+
 def check_mailbox(rows: int, hidden: int, generator: torch.Generator) -> bool:
     """Whether the CPU finds its part in pinned memory, hears only of work that there is, and its result is added."""
     box = MailboxLayout(rows, 8, hidden)
@@ -138,9 +153,6 @@ def check_mailbox(rows: int, hidden: int, generator: torch.Generator) -> bool:
         getattr(made, field.name).zero_()
     made.plan.copy_(torch.arange(made.plan.numel()).view(made.plan.shape))
 
-    def read(offset: int, like: Tensor) -> Tensor:
-        return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
-
     one, right = torch.ones(1, dtype=torch.int64), True
     for work in (0, 1):
         made.counts[1] = work
@@ -148,17 +160,18 @@ def check_mailbox(rows: int, hidden: int, generator: torch.Generator) -> bool:
         experts.publish(x.to(GPU), weights.to(GPU), _on_gpu(made), 41, arrivals, memory.data_ptr(), box)
         experts.arrive(memory.data_ptr(), box)
         torch.cuda.synchronize()
-        right &= torch.equal(read(box.arrived, one), one)
+        right &= torch.equal(_read(memory, box.arrived, one), one)
         if work:
-            right &= int(read(box.ready, one)) == rows << 32 | 42 and int(read(box.done, one)) == 0
+            right &= int(_read(memory, box.ready, one)) == rows << 32 | 42 and int(_read(memory, box.done, one)) == 0
             right &= all(
-                torch.equal(read(offset, sent), sent)
+                torch.equal(_read(memory, offset, sent), sent)
                 for offset, sent in ((box.x, x), (box.plan, made.plan), (box.weights, weights))
             )
         else:
-            right &= int(read(box.done, one)) == 1 and bool((read(box.x, x).view(torch.uint8) == 0xEE).all())
+            untouched = (_read(memory, box.x, x).view(torch.uint8) == 0xEE).all()
+            right &= int(_read(memory, box.done, one)) == 1 and bool(untouched)
         y = torch.full((rows, hidden), torch.nan, device=GPU)
-        read(box.y, x).copy_(x)
+        _read(memory, box.y, x).copy_(x)
         none = torch.full((rows, 8, hidden), torch.nan, device=GPU)
         experts.combine(none, weights.to(GPU), _on_gpu(made), y, memory.data_ptr(), box)
         right &= torch.equal(y.cpu(), x * work)
