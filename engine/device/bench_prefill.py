@@ -45,10 +45,10 @@ class PrefillBench(Bench):
         for rows, at_once in dense.items():
             self._tell(f"{gigabytes:g} GB for experts, {rows} tokens")
             results.append(self._suffix(experts, gigabytes, rows, at_once))
-        experts.close()
         if self._options.cold:
             self._tell(f"{gigabytes:g} GB for experts, {self._options.cold} cold tokens")
-            self.first_tokens.append(self._first_token(gigabytes, max(dense)))
+            self.first_tokens.append(self._first_token(experts, gigabytes, max(dense)))
+        experts.close()
         return results
 
     def _empty(self, gigabytes: float) -> OffloadedExperts:
@@ -62,12 +62,13 @@ class PrefillBench(Bench):
         experts.fix(self._options.split)
         return experts
 
-    def _first_token(self, gigabytes: float, rows: int) -> FirstToken:
-        """Kernels are compiled by now."""
-        experts, tokens = self._empty(gigabytes), self._options.cold
+    def _first_token(self, experts: OffloadedExperts, gigabytes: float, rows: int) -> FirstToken:
+        """Kernels are compiled by now. With one slot for a moment, all but one expert are gone."""
+        tokens, slots = self._options.cold, experts.residency.slots
+        experts.resize(1)
+        experts.resize(slots)
         cold, *there = self._forwards(rows, experts, behind=0, warm=0)
         last = self._forwards(rows, experts, behind=(tokens - 1) // rows * rows, warm=1)
-        experts.close()
         return FirstToken(gigabytes, tokens, rows, cold, median(there[1:]), median(last))
 
     def _suffix(self, experts: OffloadedExperts, gigabytes: float, rows: int, at_once: float) -> Suffix:
