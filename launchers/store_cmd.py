@@ -20,7 +20,7 @@ from launchers.running import DEFAULT_URL, ServerProblem, asked
 from sessions.store import fsck
 from sessions.store.config import StoreBusy, StoreConfig, StoreError
 from sessions.store.files import Files
-from sessions.store.owner import Owner
+from sessions.store.owner import Namespace, Owner
 from sessions.store.words import why
 
 Done = Callable[[int, int], None]
@@ -40,8 +40,7 @@ class Store:
     def stat(self) -> int:
         """What lies there, by model; and what a server that has it has counted."""
         with _problems():
-            found = fsck.stat(self._state)
-        models = {one.fingerprint[:16] or one.directory.name: _row(one) for one in found}
+            models = {one.fingerprint[:16] or one.directory.name: _row(one) for one in fsck.stat(self._state)}
         sessions = sum(path.stat().st_size for path in self._sessions.rglob("*") if path.is_file())
         answer: dict[str, Any] = {"directory": str(self.directory), "sessions_bytes": sessions, "models": models}
         busy = self._busy()
@@ -161,13 +160,13 @@ class Store:
         return None
 
     @contextmanager
-    def _each(self) -> Iterator[Iterator[tuple[str, fsck.Stat, Done]]]:
+    def _each(self) -> Iterator[Iterator[tuple[str, Namespace, Done]]]:
         """(name, what it is, to be told of progress) of what each model has stored, with a bar on a terminal."""
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
         console = self._console
         bars = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
-        def each() -> Iterator[tuple[str, fsck.Stat, Done]]:
+        def each() -> Iterator[tuple[str, Namespace, Done]]:
             for one in fsck.stat(self._state):
                 name = one.fingerprint[:16] or one.directory.name
                 bar = bars.add_task(name)
@@ -190,7 +189,7 @@ class Store:
         return 0
 
 
-def _row(one: fsck.Stat) -> dict[str, Any]:
+def _row(one: Namespace) -> dict[str, Any]:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used))
     return {"bytes": one.size, "segments": one.segments, "last_used": used, "directory": str(one.directory)}
 

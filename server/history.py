@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from server.dump import dump
 from sessions.digest import digest
 from sessions.keeper import RESPONSES
-from sessions.persist import Persist
+from sessions.persist import Nowhere, Persist
 from sessions.store.config import DAY
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Stored:
     def __init__(
         self, persist: Persist | None = None, bounds: Bounds = Bounds(), clock: Callable[[], float] = time.time
     ) -> None:
-        self._persist = persist if persist is not None and persist.on else None
+        self._persist: Persist | Nowhere = persist or Nowhere()
         self._bounds = bounds
         self._clock = clock
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -63,7 +63,7 @@ class Stored:
         self._bytes = 0
         self._recent: OrderedDict[bytes, bytes] = OrderedDict()
         self._recent_bytes = 0
-        for group, head in self._persist.heads(RESPONSES) if self._persist else ():
+        for group, head in self._persist.heads(RESPONSES):
             try:
                 session, size, used = from_json(head)
                 self._add(group, _Entry(str(session), int(size), float(used)))
@@ -79,9 +79,7 @@ class Stored:
         self._drop_surplus()
         if group not in self._entries:
             return None
-        data = self._recent.get(group)
-        if data is None and self._persist is not None:
-            data = self._persist.read(group).get(b"response")
+        data = self._recent.get(group) or self._persist.read(group).get(b"response")
         try:
             response, items = from_json(data or b"")
         except (ValueError, TypeError):
@@ -105,8 +103,7 @@ class Stored:
         self._add(group, entry)
         self._recent[group] = data
         self._recent_bytes += len(data)
-        if self._persist is not None:
-            self._persist.write(group, dump([session, len(data), now]), {b"response": data}, used=now)
+        self._persist.write(group, dump([session, len(data), now]), {b"response": data}, used=now)
         self._drop_surplus()
 
     def delete(self, namespace: str, id: str) -> bool:
@@ -133,12 +130,11 @@ class Stored:
     def _drop(self, group: bytes, *, erase: bool = False) -> None:
         self._bytes -= self._entries.pop(group).size
         self._recent_bytes -= len(self._recent.pop(group, b""))
-        if self._persist is not None:
-            self._persist.drop(group, erase=erase)
+        self._persist.drop(group, erase=erase)
 
     def _drop_surplus(self) -> None:
         bounds = self._bounds
-        most = bounds.bytes if self._persist is not None else min(bounds.bytes, bounds.memory)
+        most = bounds.bytes if self._persist.on else min(bounds.bytes, bounds.memory)
         oldest = self._clock() - bounds.days * DAY
         while self._entries:
             group, entry = next(iter(self._entries.items()))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sessions.digest import digest
 from sessions.partings import Leads, split
-from sessions.persist import Persist
+from sessions.persist import Nowhere, Persist
 from sessions.prior import KINDS, Counts, Divergence
 from sessions.records import RecordError, asleep, changes_of, head_of, pack_value, unpack_value, values_of, wake
 from sessions.session import Branch, Limits, Session
@@ -31,16 +31,16 @@ class Keeper:
 
     def __init__(self, persist: Persist | None, identity: bytes, limits: Limits) -> None:
         self.identity = identity
-        self._persist = persist
+        self._persist: Persist | Nowhere = persist or Nowhere()
         self._limits = limits
 
     @property
     def on(self) -> bool:
-        return self._persist is not None and self._persist.on
+        return self._persist.on
 
     def sleeping(self) -> Iterator[Session]:
         """All sessions that are kept, the least recently used first."""
-        for group, head in self._persist.heads(self.identity) if self._persist else ():
+        for group, head in self._persist.heads(self.identity):
             try:
                 yield asleep(group[len(self.identity) :].hex(), head, self._limits)
             except RecordError as error:
@@ -50,7 +50,7 @@ class Keeper:
         """The names of sessions that have tokens of another tokenizer or template, and what their turns are found by;
         of the most recently used."""
         found: set[bytes] = set()
-        for group, head in reversed(self._persist.heads(b"")) if self._persist else ():
+        for group, head in reversed(self._persist.heads(b"")):
             if len(found) >= _ELSEWHERE or group.startswith((self.identity, *_NO_SESSIONS)):
                 continue
             found.add(group[len(self.identity) :])
@@ -61,48 +61,36 @@ class Keeper:
 
     def wake(self, session: Session) -> None:
         """What cannot be read is as if it had never been."""
-        values = self._persist.read(self._group(session)) if self._persist else {}
         try:
-            wake(session, values)
+            wake(session, self._persist.read(self._group(session)))
         except RecordError as error:
             _log.warning("what is remembered of session %s was dropped: %s", session.id, error)
 
     def save(self, session: Session, branch: Branch | None = None) -> None:
         """After a request of ``branch``, or after a change of the session alone."""
-        if self._persist is not None:
-            values = changes_of(session, branch) if branch is not None else {}
-            self._persist.write(
-                self._group(session), head_of(session), values, used=session.last_used, pinned=session.pinned
-            )
+        if self.on:  # else all of it would be packed for nothing
+            self._write(session, changes_of(session, branch) if branch is not None else {})
 
     def save_all(self, session: Session) -> None:
-        if self._persist is not None:
-            self._persist.write(
-                self._group(session),
-                head_of(session),
-                dict(values_of(session)),
-                used=session.last_used,
-                pinned=session.pinned,
-            )
+        if self.on:
+            self._write(session, values_of(session))
 
     def forget(self, session: Session, *, erase: bool = False) -> None:
         """``erase``: because a person wants that, without a trace."""
-        if self._persist is not None:
-            self._persist.drop(self._group(session), erase=erase)
+        self._persist.drop(self._group(session), erase=erase)
 
     def flush(self, timeout: float) -> bool:
         """Whether everything is on disk, or off it, within so many seconds. In any thread."""
-        return self._persist.flush(timeout) if self._persist is not None else True
+        return self._persist.flush(timeout)
 
     def forget_all(self) -> int:
         """Whatever is kept, and whose; how many sessions that were."""
-        gone = self._persist.drop_all() if self._persist else ()
-        return sum(not group.startswith(_NO_SESSIONS) for group in gone)
+        return sum(not group.startswith(_NO_SESSIONS) for group in self._persist.drop_all())
 
     def habits(self) -> dict[str, Counts]:
         """How prompts of each harness diverge."""
         found: dict[str, Counts] = {}
-        for _, head in self._persist.heads(_HABITS) if self._persist else ():
+        for _, head in self._persist.heads(_HABITS):
             try:
                 (harness, counts), _ = unpack_value(head)
                 found[harness] = {kind: int(counts.get(kind, 0)) for kind in KINDS}
@@ -111,13 +99,12 @@ class Keeper:
         return found
 
     def save_habit(self, harness: str, counts: dict[Divergence, int], now: float) -> None:
-        if self._persist is not None:
-            self._persist.write(_HABITS + digest(harness), pack_value([harness, counts]), {}, used=now, pinned=True)
+        self._persist.write(_HABITS + digest(harness), pack_value([harness, counts]), {}, used=now, pinned=True)
 
     def leads(self) -> dict[str, Leads]:
         """To where the openings of each harness part."""
         found: dict[str, Leads] = {}
-        for _, head in self._persist.heads(_LEADS) if self._persist else ():
+        for _, head in self._persist.heads(_LEADS):
             try:
                 (harness, identity), packed = unpack_value(head)
                 if identity == self.identity.hex():
@@ -127,21 +114,22 @@ class Keeper:
         return found
 
     def save_leads(self, harness: str, known: Leads, now: float) -> None:
-        if self._persist is not None:
-            head = pack_value([harness, self.identity.hex()], b"".join(known))
-            self._persist.write(self._leads(harness), head, {}, used=now, pinned=True)
+        head = pack_value([harness, self.identity.hex()], b"".join(known))
+        self._persist.write(self._leads(harness), head, {}, used=now, pinned=True)
 
     def forget_leads(self, harness: str) -> None:
         """Without a trace: they are words of somebody's."""
-        if self._persist is not None:
-            self._persist.drop(self._leads(harness), erase=True)
+        self._persist.drop(self._leads(harness), erase=True)
 
     def close(self) -> None:
-        if self._persist is not None:
-            self._persist.close()
+        self._persist.close()
 
     def stats(self) -> dict[str, float]:
-        return self._persist.stats() if self._persist else {}
+        return self._persist.stats()
+
+    def _write(self, session: Session, values: Mapping[bytes, bytes | None]) -> None:
+        group, head = self._group(session), head_of(session)
+        self._persist.write(group, head, values, used=session.last_used, pinned=session.pinned)
 
     def _leads(self, harness: str) -> bytes:
         return _LEADS + digest(self.identity, harness)

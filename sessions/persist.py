@@ -225,3 +225,32 @@ class Persist:
                 return
             self._evicted += 1
             self._commit(environment, {group: Changes(fresh=True)})
+
+
+class Nowhere:
+    """In place of a ``Persist``: keeps nothing."""
+
+    on = False
+
+    def heads(self, namespace: bytes) -> list[tuple[bytes, bytes]]:
+        return []
+
+    def read(self, group: bytes) -> dict[bytes, bytes]:
+        return {}
+
+    def write(
+        self, group: bytes, head: bytes, values: Mapping[bytes, bytes | None], *, used: float, pinned: bool = False
+    ) -> None: ...
+
+    def drop(self, group: bytes, *, erase: bool = False) -> None: ...
+
+    def drop_all(self) -> list[bytes]:
+        return []
+
+    def flush(self, timeout: float) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {}

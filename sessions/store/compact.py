@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lmdb
+
+from sessions.store.files import Files
 
 DATA, FRESH = "data.mdb", "data.mdb.new"
 _BATCH = 4096
@@ -39,11 +40,7 @@ def write_fresh(
 def take_fresh(folder: Path) -> None:
     """The copy takes the file's place; nobody has it open. Raises OSError."""
     (folder / FRESH).rename(folder / DATA)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Files().sync_directory(folder)
 
 
 def remove_fresh(folder: Path) -> None:

@@ -11,23 +11,13 @@ from pathlib import Path
 from sessions.store import owner
 from sessions.store.config import StoreConfig
 from sessions.store.crypt import Cipher
-from sessions.store.disk import Disk
 from sessions.store.files import Files
-from sessions.store.format import BLOCK, Shape
-from sessions.store.mirror import Entry, Mirror
+from sessions.store.format import Shape
+from sessions.store.mirror import Mirror
+from sessions.store.owner import Namespace
 from sessions.store.recover import Progress, no_progress, open_disk
 from sessions.store.store import open_store
-
-
-@dataclass(frozen=True)
-class Stat:
-    """What one fingerprint has stored. ``used`` in seconds since the epoch, ``bytes`` on disk."""
-
-    fingerprint: str
-    directory: Path
-    used: float
-    size: int
-    segments: int
+from sessions.store.tend import intact
 
 
 @dataclass(frozen=True)
@@ -44,14 +34,9 @@ class Report:
     counters: dict[str, int]
 
 
-def stat(directory: Path) -> list[Stat]:
+def stat(directory: Path) -> list[Namespace]:
     """Every namespace, the longest unused first. Works beside a running server. Raises OSError."""
-    if not directory.is_dir():
-        return []
-    return [
-        Stat(one.fingerprint, one.directory, one.used, one.size, len(list(one.directory.glob("*.seg"))))
-        for one in owner.namespaces(directory)
-    ]
+    return owner.namespaces(directory) if directory.is_dir() else []
 
 
 def verify(directory: Path, fingerprint: str, key: bytes | None = None, progress: Progress = no_progress) -> Report:
@@ -66,7 +51,7 @@ def verify(directory: Path, fingerprint: str, key: bytes | None = None, progress
             shapes = Counter(entry.shape for entry in entries if not entry.end)
             total, done, damaged = sum(entry.length for entry in entries), 0, 0
             for entry in entries:
-                damaged += not _intact(disk, entry)
+                damaged += not intact(disk, entry)
                 done += entry.length
                 progress(done, total)
             tokens = sum(len(entry.tokens) // 4 for entry in entries if entry.shape is not Shape.STATE)
@@ -116,14 +101,6 @@ def forget(directory: Path, fingerprint: str | None = None) -> int:
         return size
     finally:
         lock.close()
-
-
-def _intact(disk: Disk, entry: Entry) -> bool:
-    if entry.place is None:
-        return True
-    segment = disk.segments.all[entry.place.segment]
-    header = next(disk.segments.scan(segment, entry.place.block * BLOCK), None)
-    return header is not None and header.place == entry.place and disk.segments.verify(header, disk.cipher)
 
 
 @contextmanager

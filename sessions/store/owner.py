@@ -54,8 +54,7 @@ def check_key(directory: Path, cipher: Cipher | None) -> None:
             return
         if namespaces(directory):
             raise StoreKeyError(f"{directory} was written without a key: forget it first, or give no key")
-        salt = os.urandom(SALT)
-        write_file(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
+        _write_check(path, cipher)
         return
     if cipher is None:
         raise StoreKeyError(f"{directory} is encrypted: its key is needed")
@@ -63,10 +62,15 @@ def check_key(directory: Path, cipher: Cipher | None) -> None:
     salt, check = raw[:SALT], raw[SALT : SALT + 32]
     if xxh3_64_digest(salt + check) != raw[SALT + 32 :]:
         path.unlink()  # damaged: whatever this key does not open is found to be unreadable later
-        salt = os.urandom(SALT)
-        write_file(path, salt + cipher.check(salt) + xxh3_64_digest(salt + cipher.check(salt)))
+        _write_check(path, cipher)
     elif check != cipher.check(salt):
         raise StoreKeyError(f"{directory} is encrypted with another key")
+
+
+def _write_check(path: Path, cipher: Cipher) -> None:
+    salt = os.urandom(SALT)
+    check = salt + cipher.check(salt)
+    write_file(path, check + xxh3_64_digest(check))
 
 
 def boot_id() -> bytes:
@@ -93,6 +97,11 @@ class Namespace:
     def size(self) -> int:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+
+    @property
+    def segments(self) -> int:
+        """How many files of payload it has."""
+        return len(list(self.directory.glob("*.seg")))
 
 
 def namespaces(directory: Path) -> list[Namespace]:

@@ -138,8 +138,3 @@ class Ram:
     def waiting(self) -> int:
         """How many entries wait to be written."""
         return len(self._now) + len(self._later) + len(self._writing)
-
-    def next_due(self) -> float | None:
-        """When something is to be written, None if nothing is."""
-        times = [next(iter(line)).queued for line in (self._now, self._later) if line]
-        return min(times, default=None)

@@ -17,7 +17,7 @@ def verify(core: Core, disk: Disk | None) -> dict[str, float]:
         entries = core.mirror.all()
     damaged = 0
     for entry in entries:
-        if disk is None or _intact(disk, entry):
+        if disk is None or intact(disk, entry):
             continue
         with core.changed:
             if not entry.gone:
@@ -79,7 +79,7 @@ def _needed(core: Core, page: Entry) -> bool:
     return any(one.shape is Shape.STATE and one.tokens and page.tokens.startswith(one.tokens) for one in beside)
 
 
-def _intact(disk: Disk, entry: Entry) -> bool:
+def intact(disk: Disk, entry: Entry) -> bool:
     """True also when it is no longer where it was: then it was moved, and checked in doing so."""
     place = entry.place
     segment = None if place is None else disk.segments.all.get(place.segment)

@@ -59,8 +59,8 @@ def test_stat_and_forget(tmp_path: Path) -> None:
     assert [one.fingerprint for one in stats] == ["model A", "model B"]
     assert all(one.segments == 2 and one.size > 12 * 9000 for one in stats)
     assert fsck.stat(tmp_path / "nothing") == []
-    freed = fsck.forget(tmp_path, "model A")
-    assert freed == stats[0].size
+    size = stats[0].size
+    assert fsck.forget(tmp_path, "model A") == size
     assert [one.fingerprint for one in fsck.stat(tmp_path)] == ["model B"]
     store = open_store(settings(tmp_path, fingerprint="model B"))
     with pytest.raises(StoreBusy):
