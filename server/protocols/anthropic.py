@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WrapValidator
@@ -99,6 +100,15 @@ class _Tool(Wire):
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
     strict: bool | None = None
+
+    @cached_property
+    def tool(self) -> Tool:
+        """Raises ApiError."""
+        if self.type not in (None, "custom"):
+            raise invalid(f"tools: {self.type} is a tool of the vendor's own service and not available here", "tools")
+        if self.input_schema is None:
+            raise invalid(f"tools: {self.name} has no input_schema", "tools")
+        return Tool(self.name, self.description, self.input_schema, strict=bool(self.strict))
 
 
 class _ThinkingConfig(Wire):
@@ -241,7 +251,7 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
         raise invalid(
             "messages: the conversation must end with a user message; prefilled answers are not supported", "messages"
         )
-    deferred = tuple(_tool(tool) for tool in request.tools if tool.defer_loading)
+    deferred = tuple(tool.tool for tool in request.tools if tool.defer_loading)
     unseen = {tool.name: tool for tool in deferred}
     messages = request.messages
     begin, before = (0, ()) if deferred else turns_before(messages)  # it matters which tools were described before
@@ -260,23 +270,8 @@ def _conversation(request: CountRequest) -> tuple[Conversation, tuple[Tool, ...]
             turns.append(turn)
         elif message.role == "user":
             raise invalid(f"messages.{at}: user messages must have content", f"messages.{at}")
-    tools = tuple(_tool(tool) for tool in request.tools if not tool.defer_loading)
+    tools = tuple(tool.tool for tool in request.tools if not tool.defer_loading)
     return Conversation(tuple(turns), tools), deferred
-
-
-def _tool(tool: _Tool) -> Tool:
-    made: Tool | None = tool.made.get("tool")
-    if made is None:
-        made = tool.made["tool"] = _make_tool(tool)
-    return made
-
-
-def _make_tool(tool: _Tool) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise invalid(f"tools: {tool.type} is a tool of the vendor's own service and not available here", "tools")
-    if tool.input_schema is None:
-        raise invalid(f"tools: {tool.name} has no input_schema", "tools")
-    return Tool(tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
 
 
 def _turn(message: _Message, where: str, unseen: dict[str, Tool]) -> Turn:

@@ -105,29 +105,6 @@ MOST_CHOICES = 16
 """Answers to one request: each takes a place in the engine's queue."""
 
 
-def counted(usages: Mapping[int, Usage], n: int) -> Usage:
-    """Of several answers, by number; each prompt, which has ``n`` of them, counts once."""
-    firsts = [usage for choice, usage in usages.items() if choice % n == 0]
-    return Usage(
-        sum(usage.prompt for usage in firsts),
-        sum(usage.cached for usage in firsts),
-        sum(usage.written for usage in firsts),
-        sum(usage.output for usage in usages.values()),
-        sum(usage.reasoning for usage in usages.values()),
-    )
-
-
-def openai_usage(usage: Usage) -> dict[str, Any]:
-    """As Chat Completions and Completions have it."""
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.output,
-        "total_tokens": usage.prompt + usage.output,
-        "prompt_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": usage.written},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-    }
-
-
 def no_media(kind: str, where: str) -> ApiError:
     """``where``: the path of the very item."""
     return invalid(f"{where}: {kind} is not supported: this model reads text only", where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WrapValidator
@@ -15,7 +16,17 @@ from server.logprobs import LogprobFormat
 from server.protocols.base import Inbound, Items, Wire, WireProtocol, invalid, keep_turns, no_media, turns_before
 from server.protocols.chat_events import ChatWriter
 from server.protocols.chat_legacy import LegacyWriter
-from server.protocols.demands import AnswerFormat, ChosenTool, Grammar, Named, ToolChoice, custom_tool, demand
+from server.protocols.demands import (
+    AnswerFormat,
+    ChosenTool,
+    FunctionTool,
+    Grammar,
+    Named,
+    PlainText,
+    ToolChoice,
+    custom_tool,
+    demand,
+)
 from server.protocols.sampled import SampledRequest
 from sessions.tracker import RequestMeta
 
@@ -94,29 +105,13 @@ class _Message(Wire):
     function_call: _Function | None = None
 
 
-class _FunctionTool(Wire):
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @property
-    def tool(self) -> Tool:
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        return Tool(self.name, self.description or "", parameters, strict=bool(self.strict))
-
-
 class _Tool(Wire):
     type: Literal["function"]
-    function: _FunctionTool
+    function: FunctionTool
 
     @property
     def tool(self) -> Tool:
         return self.function.tool
-
-
-class _PlainText(Wire):
-    type: Literal["text"]
 
 
 class _GrammarFormat(Wire):
@@ -127,14 +122,14 @@ class _GrammarFormat(Wire):
 class _CustomFields(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
-    format: Annotated[_PlainText | _GrammarFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainText | _GrammarFormat, Field(discriminator="type")] | None = None
 
 
 class _CustomTool(Wire):
     type: Literal["custom"]
     custom: _CustomFields
 
-    @property
+    @cached_property
     def tool(self) -> Tool:
         custom = self.custom
         grammar = custom.format.grammar if isinstance(custom.format, _GrammarFormat) else None
@@ -169,7 +164,7 @@ class ChatRequest(SampledRequest):
     tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Items[_FunctionTool], Field(min_length=1)] | None = None
+    functions: Annotated[Items[FunctionTool], Field(min_length=1)] | None = None
     function_call: Literal["auto", "none"] | Named | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -193,7 +188,7 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
     _refuse(request, body)
     max_tokens = request.max_completion_tokens or request.max_tokens
     legacy = request.functions is not None
-    tools = tuple(_made(tool) for tool in request.tools or request.functions or ())
+    tools = tuple(tool.tool for tool in request.tools or request.functions or ())
     writer = ChatWriter(
         request.model,
         n=request.n or 1,
@@ -228,13 +223,6 @@ def _read(body: object, headers: Mapping[str, str], namespace: str, logprobs: Lo
         LegacyWriter(writer) if legacy else writer,
         request=request,
     )
-
-
-def _made(tool: _Tool | _CustomTool | _FunctionTool) -> Tool:
-    made: Tool | None = tool.made.get("tool")
-    if made is None:
-        made = tool.made["tool"] = tool.tool
-    return made
 
 
 def _choice(request: ChatRequest) -> ToolChoice | None:

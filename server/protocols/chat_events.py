@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
-from server import errors
 from server.answers import Finished, GenerationEvent, Progress, Reason, Usage
 from server.blocks import BlockDelta, BlockEnd, BlockStart
-from server.errors import ApiError
 from server.logprobs import LogprobFormat
-from server.protocols.base import Sse, counted, openai_usage
+from server.protocols.base import Sse
+from server.protocols.chunks import ChunkWriter
 
 _FINISH_REASONS: dict[Reason, str] = {
     "stop": "stop",
@@ -44,21 +41,13 @@ class _Choice:
         return message
 
 
-class ChatWriter:
-    """``n`` answers; ``include_usage`` adds the chunk with usage that ends a stream; ``logprobs`` None: none asked
-    for."""
+class ChatWriter(ChunkWriter):
+    """``logprobs`` None: none asked for."""
 
     def __init__(self, model: str, *, n: int, include_usage: bool, logprobs: LogprobFormat | None) -> None:
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._include_usage = include_usage
+        super().__init__("chatcmpl", "chat.completion.chunk", model, n=n, answers=n, include_usage=include_usage)
         self._format = logprobs
         self._choices = [_Choice() for _ in range(n)]
-        self._usages: dict[int, Usage] = {}
 
     def begin(self, usage: Usage) -> list[Sse]:
         return [self._chunk(at, {"role": "assistant", "content": ""}) for at in range(len(self._choices))]
@@ -82,9 +71,6 @@ class ChatWriter:
                 return [self._chunk(event.choice, {})]
             case Finished():
                 return self._finish(event)
-
-    def failed(self, error: ApiError) -> list[Sse]:
-        return [("", errors.body(error, "openai"))]
 
     def body(self) -> dict[str, Any]:
         choices = [
@@ -123,16 +109,7 @@ class ChatWriter:
 
     def _finish(self, event: Finished) -> list[Sse]:
         reason = self._choices[event.choice].finish_reason = _FINISH_REASONS[event.reason]
-        self._usages[event.choice] = event.usage
-        out = [self._chunk(event.choice, {}, finish_reason=reason)]
-        if len(self._usages) < len(self._choices):
-            return out
-        if self._include_usage:
-            out.append(("", {**self._head, "choices": [], "usage": self._usage()}))
-        return [*out, ("", "[DONE]")]
-
-    def _usage(self) -> dict[str, Any]:
-        return openai_usage(counted(self._usages, len(self._choices)))
+        return [self._chunk(event.choice, {}, finish_reason=reason), *self._ended(event)]
 
     def _chunk(
         self,
@@ -148,8 +125,7 @@ class ChatWriter:
             "finish_reason": finish_reason,
             "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
         }
-        chunk = {**self._head, "choices": [choice]}
-        return "", {**chunk, "usage": None} if self._include_usage else chunk
+        return self._chunk_of(choice)
 
 
 def _called(call_id: str, name: str, text: str, freeform: bool) -> dict[str, Any]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from engine.api import TokenLogprob
-from server import errors
 from server.answers import Finished, GenerationEvent, Progress, Usage
 from server.blocks import BlockDelta, BlockEnd, BlockStart
-from server.errors import ApiError
-from server.protocols.base import Sse, counted, openai_usage
+from server.protocols.base import Sse
+from server.protocols.chunks import ChunkWriter
 
 TokenBytes = Callable[[int], bytes]
 
@@ -62,7 +59,7 @@ class _Choice:
     finish_reason: str = ""
 
 
-class CompletionsWriter:
+class CompletionsWriter(ChunkWriter):
     """``n`` answers to each of ``prompts``, in their order; ``echo`` begins each with its prompt."""
 
     def __init__(
@@ -76,20 +73,13 @@ class CompletionsWriter:
         logprobs: bool,
         token_bytes: TokenBytes,
     ) -> None:
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._n = n
-        self._include_usage = include_usage
+        answers = n * len(prompts)
+        super().__init__("cmpl", "text_completion", model, n=n, answers=answers, include_usage=include_usage)
         self._choices = [
             _Choice(_spelled(prompt, token_bytes) if echo else "", _Logprobs(token_bytes) if logprobs else None)
             for prompt in prompts
             for _ in range(n)
         ]
-        self._usages: dict[int, Usage] = {}
 
     def begin(self, usage: Usage) -> list[Sse]:
         return [self._chunk(at, choice.prefix) for at, choice in enumerate(self._choices) if choice.prefix]
@@ -104,9 +94,6 @@ class CompletionsWriter:
                 return [self._chunk(event.choice, "")]
             case Finished():
                 return self._finish(event)
-
-    def failed(self, error: ApiError) -> list[Sse]:
-        return [("", errors.body(error, "openai"))]
 
     def body(self) -> dict[str, Any]:
         choices = [
@@ -133,16 +120,7 @@ class CompletionsWriter:
     def _finish(self, event: Finished) -> list[Sse]:
         reason = "length" if event.reason == "length" else "stop"
         self._choices[event.choice].finish_reason = reason
-        self._usages[event.choice] = event.usage
-        out = [self._chunk(event.choice, "", finish_reason=reason)]
-        if len(self._usages) < len(self._choices):
-            return out
-        if self._include_usage:
-            out.append(("", {**self._head, "choices": [], "usage": self._usage()}))
-        return [*out, ("", "[DONE]")]
-
-    def _usage(self) -> dict[str, Any]:
-        return openai_usage(counted(self._usages, self._n))
+        return [self._chunk(event.choice, "", finish_reason=reason), *self._ended(event)]
 
     def _chunk(
         self,
@@ -153,8 +131,7 @@ class CompletionsWriter:
         logprobs: dict[str, list[Any]] | None = None,
     ) -> Sse:
         choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = {**self._head, "choices": [choice]}
-        return "", {**chunk, "usage": None} if self._include_usage else chunk
+        return self._chunk_of(choice)
 
 
 def _spelled(prompt: str | tuple[int, ...], token_bytes: TokenBytes) -> str:

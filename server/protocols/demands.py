@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
@@ -45,6 +46,22 @@ class AllowedTools(Wire):
 
 
 ToolChoice = Literal["auto", "required", "none"] | ChosenTool | AllowedTools
+
+
+class FunctionTool(Wire):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @cached_property
+    def tool(self) -> Tool:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return Tool(self.name, self.description or "", parameters, strict=bool(self.strict))
+
+
+class PlainText(Wire):
+    type: Literal["text"]
 
 
 class Grammar(Wire):

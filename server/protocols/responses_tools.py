@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from parsers.conversation import Tool
 from server.protocols.base import Items, Wire, invalid
-from server.protocols.demands import Grammar, custom_tool
+from server.protocols.demands import FunctionTool, Grammar, PlainText, custom_tool
 
 
-class _FunctionTool(Wire):
+class _FunctionTool(FunctionTool):
     type: Literal["function"]
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _PlainText(Wire):
-    type: Literal["text"]
 
 
 class _Grammar(Grammar):
@@ -33,7 +26,11 @@ class _CustomTool(Wire):
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
-    format: Annotated[_PlainText | _Grammar, Field(discriminator="type")] | None = None
+    format: Annotated[PlainText | _Grammar, Field(discriminator="type")] | None = None
+
+    @cached_property
+    def tool(self) -> Tool:
+        return custom_tool(self.name, self.description, self.format if isinstance(self.format, _Grammar) else None)
 
 
 _Nested = Annotated[_FunctionTool | _CustomTool, Field(discriminator="type")]
@@ -120,9 +117,9 @@ def read_tools(items: Sequence[ToolItem]) -> tuple[tuple[Tool, ...], ToolNames]:
                 for nested in item.tools:
                     name = ToolNames.join(item.name, nested.name)
                     qualified[name] = (item.name, nested.name)
-                    tools.append(_tool(nested, name))
+                    tools.append(_named(nested, name))
             case _FunctionTool() | _CustomTool():
-                tools.append(_tool(item, item.name))
+                tools.append(item.tool)
             case _LocalShell():
                 shell = LOCAL_SHELL.name
                 tools.append(LOCAL_SHELL)
@@ -139,15 +136,9 @@ def told_tools(raw: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tool for tool in raw if tool.get("type") not in get_args(_IgnoredType)]
 
 
-def _tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
+def _named(item: _FunctionTool | _CustomTool, name: str) -> Tool:
+    """The same object each time."""
     made: Tool | None = item.made.get(name)
     if made is None:
-        made = item.made[name] = _make_tool(item, name)
+        made = item.made[name] = replace(item.tool, name=name)
     return made
-
-
-def _make_tool(item: _FunctionTool | _CustomTool, name: str) -> Tool:
-    if isinstance(item, _FunctionTool):
-        parameters = item.parameters or {"type": "object", "properties": {}}
-        return Tool(name, item.description or "", parameters, strict=bool(item.strict))
-    return custom_tool(name, item.description, item.format if isinstance(item.format, _Grammar) else None)
