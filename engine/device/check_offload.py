@@ -242,14 +242,22 @@ def prefill(library: Path, quick: bool) -> None:
         weights_of = decoded(pool)
         executor = Executor(pool, 256, 8, library=library)
         resident = ResidentExperts.of_pool(pool, GPU)
-        for slots, share in ((96, None), (96, 0.5), (40, 1.0), (40, 0.0), (12, 0.5), (2, 0.5)):
-            experts = OffloadedExperts(pool, executor, driver, Split(3, 1e4, 2e4), room(pool, slots))
+        for slots, share, ahead in (
+            (96, None, None), (96, 0.5, None), (40, 1.0, None), (40, 0.0, None), (12, 0.5, None), (2, 0.5, None),
+            (80, None, True), (33, None, True),
+        ):  # fmt: skip
+            where = room(pool, slots)
+            experts = OffloadedExperts(pool, executor, driver, Split(3, 1e4, 2e4), where)
             experts.start()
             experts.fix(share)
-            off = [_prefilled(experts, resident, rows, weights_of) for rows in (17, 200, 1, 1000, 3)]
+            experts.prefill.ahead = ahead
+            off = [_prefilled(experts, resident, rows, weights_of) for rows in (17, 200, 1, 3, 1000)]
             experts.residency.check()
-            split = "divided by cost" if share is None else f"{share:.0%} over the link"
-            report(f"{name}, {slots} slots, {split}", f"off by {max(off):.1e}", max(off) < TOLERANCE["prefill"])
+            owner = experts.residency.owner.tolist()
+            there = all(flat < 0 or torch.equal(where[at].cpu(), pool.slots[flat]) for at, flat in enumerate(owner))
+            split = "layers ahead" if ahead else "by cost" if share is None else f"{share:.0%} over the link"
+            right = there and max(off) < TOLERANCE["prefill"]
+            report(f"{name}, {slots} slots, {split}", f"off by {max(off):.1e}", right)
             experts.close()
         executor.close()
 
