@@ -161,7 +161,7 @@ def _untold(experts: OffloadedExperts | None) -> Iterator[None]:
         return
     executor, prefill, slot_of = experts.executor, experts.prefill, experts.residency.slot_of
     costs, executor.mailbox[executor.layout.done] = prefill.costs, 1
-    slot_of.fill_(experts.residency.slots)
+    slot_of.fill_(experts.residency.slots - 1)
     slot_of[: _BRINGING * experts.pool.experts : experts.pool.experts] = -1
     prefill.settle()
     yield
@@ -199,7 +199,7 @@ def others(pages: int, most: int, chunk: int) -> Iterator[list[Rows]]:
     """Steps of few rows, of each kind: of more sequences, behind a history, leaving checkpoints. Triton tells numbers
     that are 1 from others, too."""
     widths = sorted({1, 3, 16, (pages - 1) | 1, pages // 16 * 16} & set(range(1, pages + 1)))
-    for tokens in (2, 15, 16, 20, 32, 33, 48):
+    for tokens in (2, 3, 15, 16, 20, 32, 33, 48):
         if tokens <= chunk:
             yield from ([_rows(tokens, width)] for width in widths)
             yield from ([_rows(tokens, 1, snapshots)] for snapshots in (1, 2))
