@@ -157,9 +157,6 @@ class Plan:
         return other
 
 
-PlanStem = Plan
-
-
 class Planner:
     """Makes plans for one checkpoint. ``written_ids``: what the model wrote as the ids of a sampled turn's calls."""
 
@@ -184,7 +181,7 @@ class Planner:
         """Messages and tools for the shortest prompt that tells of them."""
         return [{"role": "user", "content": self._marked("x", USER)}], self._described(tools)
 
-    def plan(self, conversation: Conversation, stem: PlanStem | None = None) -> Plan:
+    def plan(self, conversation: Conversation, stem: Plan | None = None) -> Plan:
         """``stem``: of a plan for the same tools and the same turns, up to one that is an answer here too. What came of
         it are the same objects again. Raises RenderError."""
         if stem is not None:
@@ -285,7 +282,7 @@ class _Made:
 class _Planning:
     """One conversation as it becomes a plan."""
 
-    def __init__(self, planner: Planner, conversation: Conversation, stem: PlanStem | None = None) -> None:
+    def __init__(self, planner: Planner, conversation: Conversation, stem: Plan | None = None) -> None:
         self.plan = stem.copied(0) if stem is not None else Plan()
         self._planner = planner
         self._format, self._traits = planner._format, planner._traits

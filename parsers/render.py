@@ -20,7 +20,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from parsers.alternatives import alternatives
@@ -108,12 +108,11 @@ class Renderer:
     ) -> Prompt:
         """Raises RenderError."""
         stem = self._stems.find(conversation, thinking, effort) if remember else None
-        plan = self._planner.plan(conversation, stem.plan if stem else None)
-        text = self._text(plan, conversation, thinking, effort)
-        blocks = self._go_on(text, stem)
+        draft = self._draft(conversation, thinking, effort, stem)
+        blocks = self._behind_stem(draft)
         if blocks is None:
-            stem, blocks = None, self._finder.blocks(str(text))
-        return self._write(conversation, thinking, effort, remember, stem, plan, text, blocks)
+            draft, blocks = replace(draft, stem=None), self._finder.blocks(str(draft.text))
+        return self._write(draft, blocks, remember)
 
     def render_on(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Prompt | None:
         """The prompt, where it goes on from one that was rendered before and little is new, which takes a millisecond
@@ -121,25 +120,19 @@ class Renderer:
         stem = self._stems.find(conversation, thinking, effort)
         if stem is None or not stem.has_most(conversation):
             return None
-        plan = self._planner.plan(conversation, stem.plan)
-        text = self._text(plan, conversation, thinking, effort)
-        blocks = self._go_on(text, stem)
-        if blocks is None:
-            return None
-        return self._write(conversation, thinking, effort, True, stem, plan, text, blocks)
+        draft = self._draft(conversation, thinking, effort, stem)
+        blocks = self._behind_stem(draft)
+        return None if blocks is None else self._write(draft, blocks, remember=True)
 
-    def _write(
-        self,
-        conversation: Conversation,
-        thinking: bool,
-        effort: Effort | None,
-        remember: bool,
-        stem: Stem | None,
-        plan: Plan,
-        text: Rope,
-        blocks: list[Block],
-    ) -> Prompt:
-        """``blocks``: those of ``text`` behind the stem. Raises RenderError."""
+    def _draft(self, conversation: Conversation, thinking: bool, effort: Effort | None, stem: Stem | None) -> _Draft:
+        """Raises RenderError."""
+        plan = self._planner.plan(conversation, stem.plan if stem else None)
+        text = self._text(plan, conversation, thinking, effort)
+        return _Draft(conversation, thinking, effort, plan, text, stem)
+
+    def _write(self, draft: _Draft, blocks: list[Block], remember: bool) -> Prompt:
+        """``blocks``: those of the text behind the stem. Raises RenderError."""
+        conversation, plan, stem = draft.conversation, draft.plan, draft.stem
         if plan.continues:
             *blocks, last = self._up_to_more(blocks, conversation)
         else:
@@ -149,8 +142,8 @@ class Renderer:
             *blocks, last = blocks
             if not last.assistant or self._finder.end(last.body)[1]:
                 raise _no_answer(conversation)
-        writer = Writer(self._pieces, remember, stem.written) if stem else Writer(self._pieces, remember)
-        rendering = _Rendering(self, conversation, plan, writer, stem)
+        writer = Writer(self._pieces, remember, stem.mark.written) if stem else Writer(self._pieces, remember)
+        rendering = _Rendering(self, draft, writer)
         rendering.write(blocks)
         start = writer.place()
         writer.text(last.header)
@@ -159,23 +152,26 @@ class Renderer:
         writer.span(start, "generation_prompt", -1)
         packed, spans = writer.finish()
         if remember and rendering.mark is not None and plan.stem is not None:
-            self._stems.keep(conversation, thinking, effort, text, plan.stem, rendering.mark.of(packed))
+            self._stems.keep(draft.stem_up_to(plan.stem, rendering.mark.of(packed)))
         think = self.format.think
         thinking_open = think is not None and think.open in last.body and think.close not in last.body
         opener = () if plan.continues else writer.ids(behind_header)
-        return Prompt(packed, spans, thinking_open and not plan.continues, thinking, effort, opener, plan.continues)
+        open_now = thinking_open and not plan.continues
+        return Prompt(packed, spans, open_now, draft.thinking, draft.effort, opener, plan.continues)
 
     def rendered_turns(self, conversation: Conversation) -> int:
         """How many turns of it are remembered as they were rendered."""
         return self._stems.turns(conversation)
 
-    def _go_on(self, text: Rope, stem: Stem | None) -> list[Block] | None:
-        """The blocks behind the stem; None where the text does not go on as it did."""
+    def _behind_stem(self, draft: _Draft) -> list[Block] | None:
+        """The blocks behind the stem; None without one, and where the text does not go on as it did."""
+        text, stem = draft.text, draft.stem
         if stem is None or not text.begins_with(stem.text):
             return None
-        begin, size = max(0, stem.block - self._finder.look_back), len(stem.text) - stem.block
-        blocks = self._finder.blocks(text.text(begin), stem.block - begin)
-        ends = [*accumulate(len(block.text) for block in blocks)]
+        block = stem.mark.block
+        begin, size = max(0, block - self._finder.look_back), len(stem.text) - block
+        blocks = self._finder.blocks(text.text(begin), block - begin)
+        ends = [*accumulate(len(one.text) for one in blocks)]
         return blocks[ends.index(size) + 1 :] if size in ends[:-1] else None
 
     def _up_to_more(self, blocks: list[Block], conversation: Conversation) -> list[Block]:
@@ -247,20 +243,37 @@ class Renderer:
         return self._ids.of(sampled.ids, lambda: self._written.of(self._sampled_text(sampled.ids)[0]))
 
 
-class _Rendering:
-    """One conversation as it is written, behind a stem if there is one. ``mark``: what the next stem begins with."""
+@dataclass(frozen=True)
+class _Draft:
+    """A conversation as the template writes it. ``stem``: what it begins with, where that was rendered before."""
 
-    def __init__(
-        self, renderer: Renderer, conversation: Conversation, plan: Plan, writer: Writer, stem: Stem | None = None
-    ) -> None:
-        self._renderer, self._conversation, self._plan, self._writer = renderer, conversation, plan, writer
+    conversation: Conversation
+    thinking: bool
+    effort: Effort | None
+    plan: Plan
+    text: Rope
+    stem: Stem | None
+
+    def stem_up_to(self, plan: Plan, mark: Mark) -> Stem:
+        """What the next prompt of the conversation will begin with."""
+        conversation = self.conversation
+        told = (conversation.turns[: plan.turn], conversation.tools, self.thinking, self.effort)
+        return Stem(*told, plan, self.text.upto(mark.end), mark)
+
+
+class _Rendering:
+    """A draft as it is written. ``mark``: what the next stem begins with."""
+
+    def __init__(self, renderer: Renderer, draft: _Draft, writer: Writer) -> None:
+        conversation, stem = draft.conversation, draft.stem
+        self._renderer, self._conversation, self._plan, self._writer = renderer, conversation, draft.plan, writer
         self._format, self._traits = renderer.format, renderer.traits
         self._finder = renderer._finder
         self.mark: Mark | None = None
         self._stem = stem
         self._position = len(stem.plan.items) if stem else 0
-        self._moved = stem.moved if stem else renderer.moved_tools(conversation)
-        self._tools_found = stem.tools_found if stem else not conversation.tools or bool(self._moved)
+        self._moved = stem.mark.moved if stem else renderer.moved_tools(conversation)
+        self._tools_found = stem.mark.tools_found if stem else not conversation.tools or bool(self._moved)
         names = (renderer.guard.text(tool.name) for tool in conversation.tools[:1])
         self._tool_name = next(names, "")
 

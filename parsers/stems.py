@@ -13,7 +13,7 @@ from threading import Lock
 
 from parsers.conversation import Conversation, Tool, ToolCall, Turn, same_tools
 from parsers.format import Effort
-from parsers.messages import PlanStem, Traits, has_content
+from parsers.messages import Plan, Traits, has_content
 from parsers.prompt import Written
 from parsers.rope import Rope
 
@@ -50,30 +50,14 @@ class Stem:
     tools: tuple[Tool, ...]
     thinking: bool
     effort: Effort | None
-    plan: PlanStem
+    plan: Plan
     text: Rope
     mark: Mark
 
     @property
-    def block(self) -> int:
-        return self.mark.block
-
-    @property
-    def written(self) -> Written:
-        return self.mark.written
-
-    @property
-    def moved(self) -> str:
-        return self.mark.moved
-
-    @property
-    def tools_found(self) -> bool:
-        return self.mark.tools_found
-
-    @property
     def size(self) -> int:
         """About its bytes."""
-        return len(self.text) + len(self.written.packed) + _TURN * len(self.turns)
+        return len(self.text) + len(self.mark.written.packed) + _TURN * len(self.turns)
 
     def begins(self, conversation: Conversation, traits: Traits) -> bool:
         """Has the conversation these turns, and then an answer?"""
@@ -118,17 +102,7 @@ class Stems:
         )
         return next(fitting, None)
 
-    def keep(
-        self,
-        conversation: Conversation,
-        thinking: bool,
-        effort: Effort | None,
-        text: Rope,
-        plan: PlanStem,
-        mark: Mark,
-    ) -> None:
-        turns = conversation.turns[: plan.turn]
-        stem = Stem(turns, conversation.tools, thinking, effort, plan, text.upto(mark.end), mark)
+    def keep(self, stem: Stem) -> None:
         with self._lock:
             self._known.append(stem)
             self._size += stem.size
