@@ -18,6 +18,8 @@ from engine.device.driver import DriverError
 from engine.device.memory import Sizes
 from engine.device.partition import Experts, Partition, Policy
 from engine.device.virtual import HostMemory
+from engine.experts.pool import Pool
+from engine.experts.pooled import PooledOps
 from engine.layers.loader import Loader
 from engine.layers.ops import CPU, Ops
 from engine.layers.reference import ReferenceOps
@@ -53,7 +55,7 @@ _GRANULE = 256 << 10
 _SPARED = 16
 """That part of the memory is for everything else, however much pages and states are to have by command."""
 _DEFAULTS = EngineConfig("")
-_OF_A_GPU = ("experts", "expert_format", "gpu_bytes", "split", "attention")
+_OF_A_GPU = ("experts", "gpu_bytes", "split", "attention")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def _engine(
 
 
 def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -> _Built:
-    ops, instruction_set = make_ops(config)
+    ops, instruction_set = make_ops(config) if config.expert_format == "auto" else _pooled_ops(config, checkpoint)
+    kernels = config.kernels + (f", experts {config.expert_format}" if isinstance(ops, PooledOps) else "")
     source = Source(checkpoint.directory, config.dtype)
     model = checkpoint.architecture.build(Loader(source, ops), checkpoint.context, progress)
     manifest, live = model.manifest, config.max_sequences
@@ -209,7 +212,7 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
         raise BadConfig(f"{wanted}, which cannot be had ({error}): lower them") from error
     runner = Runner(model, ops, source.dtype, cache=arena.memory.cache)
     context = room.context(checkpoint.context)
-    return _Built(runner, source, room, config.kernels, instruction_set, CHUNK, arena, context)
+    return _Built(runner, source, room, kernels, instruction_set, CHUNK, arena, context)
 
 
 def _taken() -> int:
@@ -285,3 +288,22 @@ def make_ops(config: EngineConfig) -> tuple[Ops, str]:
         raise BadConfig(str(error)) from error
     torch.set_num_threads(1)  # torch only adds and copies here; its threads would compete with the kernels'
     return native, native.instruction_set
+
+
+def _pooled_ops(config: EngineConfig, checkpoint: _Checkpoint) -> tuple[Ops, str]:
+    """The same, with routed experts in the configuration's format."""
+    from engine.device.outline import outline
+    from engine.device.plan import expert_layout
+
+    what = outline(checkpoint.directory, config.dtype, checkpoint.architecture, checkpoint.context)
+    if config.kernels != "native" or not what.layers:
+        cannot = "models without routed experts" if config.kernels == "native" else f"--kernels {config.kernels}"
+        raise BadConfig(f"--expert-format {config.expert_format} is not for {cannot}; leave it out")
+    layout = expert_layout(config, what)
+    try:
+        pool = Pool(layout, what.layers, what.experts)
+        pooled = PooledOps(pool, what.top_k, config.instruction_set, config.threads)
+    except (NativeLibraryError, MemoryError) as error:
+        raise BadConfig(str(error)) from error
+    torch.set_num_threads(1)
+    return pooled, pooled.instruction_set

@@ -15,7 +15,7 @@ from launchers.agents.common import state_directory
 from launchers.running import ServerProblem, read_keys
 from launchers.settings import ENGINE_KEY, ServeSettings
 
-GPU = ("experts", "expert_format", "gpu_bytes", "split", "attention")
+GPU = ("experts", "gpu_bytes", "split", "attention")
 """Settings that the CPU has not."""
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -157,7 +157,8 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "device", "offload", "hybrid", "cpu"),
     )  # fmt: skip
     flag(
-        gpu, "--expert-format", str, None, "numbers that experts are held in; auto: as in the checkpoint",
+        gpu, "--expert-format", str, None,
+        "numbers that routed experts are held in, on a CPU, too; auto: as in the checkpoint",
         choices=("auto", "bf16", "int8", "mxfp4"),
     )  # fmt: skip
     flag(gpu, "--gpu-bytes", size, "SIZE", "its memory that may be used", "what is free, less 1g")
@@ -172,7 +173,7 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
 def gpu_flags(options: argparse.Namespace) -> list[str]:
     """Those flags that were given, for a server of our own. Raises ServerProblem for what cannot be meant."""
     settings(options)
-    given = {name: value for name, value in vars(options).items() if name in ("device", *GPU)}
+    given = {name: value for name, value in vars(options).items() if name in ("device", "expert_format", *GPU)}
     return [part for name, value in given.items() for part in (flag_of(name), _written(value))]
 
 

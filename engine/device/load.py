@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.api import PAGE, EngineConfig, StoreSettings
 from engine.device.arena import Division
@@ -56,7 +55,7 @@ class _Filling:
 
     def pack(self, gate_up: Tensor, down: Tensor) -> int:
         layer, self._layers = self._layers, self._layers + 1
-        self._pool.put_layer(layer, *_widened(gate_up, down, self._pool.layout.inner))
+        self._pool.put_layer(layer, gate_up, down)
         return layer
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
@@ -64,16 +63,6 @@ class _Filling:
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
         return sums_of(self._then, x, ids, weights, layer)
-
-
-def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-    """``gate_up`` [experts, 2 * columns, hidden] and ``down`` [experts, hidden, columns] with ``inner`` columns."""
-    experts, hidden, columns = down.shape
-    if columns == inner:
-        return gate_up, down
-    halves = gate_up.reshape(experts, 2, columns, hidden)
-    wide = pad(halves, (0, 0, 0, inner - columns)).view(experts, 2 * inner, hidden)
-    return wide, pad(down, (0, inner - columns))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from engine.device.machine import MARGIN, Machine
 from engine.device.memory import Sizes
 from engine.device.outline import Outline
 from engine.experts.layout import BLOCK, FORMATS, Layout
-from engine.experts.pool import STRIDE
+from engine.experts.pool import stride_of
 from engine.experts.residency import MOST_PAIRS
 from engine.weights.errors import BadConfig
 
@@ -76,16 +77,9 @@ def make_plan(config: EngineConfig, what: Outline, machine: Machine, pages: int,
     if config.kernels != "native" or not what.layers:
         cannot = f"--kernels {config.kernels} are" if what.layers else "models without routed experts are"
         raise BadConfig(f"{cannot} not served from a GPU")
-    layout = _layout(config, what)
-    stride = -(-layout.nbytes // STRIDE) * STRIDE
-    count = what.layers * what.experts
+    layout = expert_layout(config, what)
+    stride, count = stride_of(layout), what.layers * what.experts
     pool = count * stride
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pool > host:
-        raise BadConfig(
-            f"experts in {layout.format.name} take {pool} bytes of host memory, and this machine has {host}; choose an "
-            "--expert-format that takes less"
-        )
     if config.gpu_bytes > machine.free:
         raise BadConfig(f"--gpu-bytes {config.gpu_bytes}: {machine.gpu} has {machine.free} bytes free; ask for fewer")
     budget = config.gpu_bytes or max(0, machine.free - MARGIN)
@@ -119,16 +113,24 @@ def working_bytes(what: Outline, chunk: int, machine: Machine) -> int:
     return chunk * what.hidden * _ACTIVATIONS + (GATHERED if machine.lanes else 0)
 
 
-def _layout(config: EngineConfig, what: Outline) -> Layout:
+def expert_layout(config: EngineConfig, what: Outline) -> Layout:
+    """As experts lie in host memory. Raises BadConfig, also where that has no room for them."""
     name: str = config.expert_format
     if name == "auto":
         if what.dtype.itemsize > 2:
             raise BadConfig("experts are not served from a GPU in float32; choose --dtype bfloat16 or --expert-format")
         name = "bf16"
     try:
-        return Layout(FORMATS[name], what.hidden, -(-what.inner // BLOCK) * BLOCK)  # columns of zeros add nothing
+        layout = Layout(FORMATS[name], what.hidden, -(-what.inner // BLOCK) * BLOCK)  # columns of zeros add nothing
     except ValueError as error:
-        raise BadConfig(f"these experts cannot be served from a GPU: {error}") from error
+        raise BadConfig(f"these experts cannot be held in {name}: {error}") from error
+    pool, host = what.layers * what.experts * stride_of(layout), os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if pool > host:
+        raise BadConfig(
+            f"experts in {name} take {pool} bytes of host memory, and this machine has {host}; choose an "
+            "--expert-format that takes less"
+        )
+    return layout
 
 
 def _mode(config: EngineConfig, load: Load, rates: Rates | None) -> tuple[Mode, str]:

@@ -95,12 +95,15 @@ class Executor:
         exact: bool = True,
         instruction_set: str = "auto",
         library: Path | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         """``threads`` 0: one on every core but one, which is left to Python, each bound to its core.
 
         ``exact``: bf16 is multiplied with float32 activations, int8 and mxfp4 with integers of 23 bits that share a
         scale by 32 k: no further from the true product than sums in float32. Not ``exact``: with integers of 16 bits,
         which is faster where the processor and not the memory is the limit, and off by less than ``COARSE``.
+        ``shares``: threads without work leave their cores at once to others, and do not look for the next request.
         Raises NativeLibraryError, and ValueError for sizes below 1."""
         if rows < 1 or ranks < 1 or threads < 0:
             raise ValueError(f"an executor needs rows, ranks and threads, not {rows}, {ranks} and {threads}")
@@ -130,6 +133,8 @@ class Executor:
             raise NativeLibraryError(f"{self.threads} threads could not be started: ask for fewer (--threads)")
         # The memory that the threads use is kept until they have stopped.
         kept = (pool, self.mailbox, self.times)
+        if shares:
+            self._library.ft_executor_share_cores(self._handle)
         self._finalize = weakref.finalize(self, _destroy, self._library, self._handle, kept)
 
     def run(self, layer: int, x: Tensor, plan: Tensor, weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.experts.layout import Layout
 from engine.experts.numa import interleave, memory_nodes
@@ -34,7 +35,7 @@ class Pool:
         self.layout = layout
         self.layers = layers
         self.experts = experts
-        self.stride = -(-layout.nbytes // STRIDE) * STRIDE
+        self.stride = stride_of(layout)
         self.nbytes = layers * experts * self.stride
         self.tensor = aligned(self.nbytes, ALIGNMENT)
         interleave(self.address(0), self.nbytes, memory_nodes())
@@ -62,7 +63,9 @@ class Pool:
         self.layout.encode(gate_up, down, self.blob(layer * self.experts + expert))
 
     def put_layer(self, layer: int, gate_up: Tensor, down: Tensor, threads: int = 0) -> None:
-        """All experts of a layer: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner]."""
+        """All experts of a layer: ``gate_up`` [experts, 2 * columns, hidden] and ``down`` [experts, hidden, columns],
+        followed by columns of zeros up to ``layout.inner``."""
+        gate_up, down = _widened(gate_up, down, self.layout.inner)
 
         def put(expert: int) -> None:
             self.put(layer, expert, gate_up[expert], down[expert])
@@ -97,6 +100,11 @@ class Pool:
         _for_all(lambda flat: self.blob(flat).copy_(samples[flat % len(samples)]), len(self), progress, threads)
 
 
+def stride_of(layout: Layout) -> int:
+    """Bytes from one blob to the next."""
+    return -(-layout.nbytes // STRIDE) * STRIDE
+
+
 def _for_all(work: Callable[[int], object], total: int, progress: Progress, threads: int) -> None:
     """``work`` on the numbers below ``total``. Each thread does torch's work alone: as many threads again for every one
     of them would be too many."""
@@ -111,6 +119,15 @@ def _for_all(work: Callable[[int], object], total: int, progress: Progress, thre
                 progress(done + 1, total)
     finally:
         torch.set_num_threads(before)
+
+
+def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+    experts, hidden, columns = down.shape
+    if columns == inner:
+        return gate_up, down
+    halves = gate_up.reshape(experts, 2, columns, hidden)
+    wide = pad(halves, (0, 0, 0, inner - columns)).view(experts, 2 * inner, hidden)
+    return wide, pad(down, (0, inner - columns))
 
 
 def aligned(nbytes: int, alignment: int) -> Tensor:

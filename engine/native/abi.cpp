@@ -157,6 +157,9 @@ FT_API int ft_executor_error(ft::Executor* executor, char* error, int64_t room) 
   return text.empty() ? 0 : 1;
 }
 
+// Other threads compute on the same cores between requests.
+FT_API void ft_executor_share_cores(ft::Executor* executor) { executor->share_cores(); }
+
 FT_API int64_t ft_executor_silence(const ft::Executor* executor) { return executor->silence(); }
 
 FT_API int ft_pack(Context* c, const void* source, int bfloat, int64_t out, int64_t in, void* target) {

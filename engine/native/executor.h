@@ -53,6 +53,7 @@ class Executor {
   std::string take_error();
   // Nanoseconds since the coordinator last looked at the mailbox.
   std::int64_t silence() const;
+  void share_cores() { threads_.sleep_at_once(); }
 
  private:
   // The pairs of one expert with the same first part: entries_ [entry, ...) in tiles.

@@ -115,6 +115,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ft_executor_read.argtypes = (_pointer, _pointer, _int64)
     library.ft_executor_read.restype = ctypes.c_uint64
     library.ft_executor_error.argtypes = (_pointer, ctypes.c_char_p, _int64)
+    library.ft_executor_share_cores.argtypes = (_pointer,)
+    library.ft_executor_share_cores.restype = None
     library.ft_executor_silence.argtypes = (_pointer,)
     library.ft_executor_silence.restype = _int64
     for name, arguments in _SIGNATURES.items():

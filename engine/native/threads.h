@@ -55,6 +55,9 @@ class ThreadPool {
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
+  // Idle workers leave their cores to others from now on.
+  void sleep_at_once() { spins_.store(0); }
+
   // Calls body(task, thread) once for every task in [0, tasks), and returns when all are done. Tasks begin in their
   // order, so that one may wait for another before it. Bodies must not throw.
   template <class Body>
@@ -74,7 +77,7 @@ class ThreadPool {
   void stop();
   bool wanted() const;
 
-  const int spins_;
+  std::atomic<int> spins_;
   // tasks << 32 | the next one, in a cache line of their own. A thread that gets a number below `tasks` has a task of
   // the job that runs now, which cannot end without it; a job never waits for a worker that has not woken up yet.
   alignas(64) std::atomic<std::uint64_t> next_{0};

@@ -315,7 +315,7 @@ def test_without_a_gpu(model: Callable[..., Path], caplog: pytest.LogCaptureFixt
     with pytest.raises(BadConfig, match=r"torch finds no NVIDIA GPU; one takes its driver.* --device cpu"):
         Bench(model("qwen3_moe"), device="cuda", expert_format="int8")
     with pytest.raises(BadConfig, match="torch finds no NVIDIA GPU"):  # which was asked for something
-        Bench(model("qwen3_moe"), device="auto", expert_format="int8")
+        Bench(model("qwen3_moe"), device="auto", experts="hybrid")
     with caplog.at_level("INFO"), bench(model("qwen3_moe"), device="auto") as made:
         assert len(made.ask(prompt(1, 5)).tokens) == 8
     assert "serving from the CPU: torch finds no NVIDIA GPU" in caplog.text

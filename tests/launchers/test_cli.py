@@ -214,7 +214,7 @@ def test_shares_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
     ("line", "says"),
     [
         ("--device cpu --experts hybrid --gpu-bytes 12g", r"^--experts, --gpu-bytes: .*or --device cpu"),
-        ("--device cpu --expert-format mxfp4", r"^--expert-format: .*or --device cpu"),
+        ("--device cpu --attention torch,triton", r"^--attention: .*or --device cpu"),
         ("--device cpu --split 0", r"^--split: .*or --device cpu"),
         ("--device auto --split 0.5", r"^--split 0.5: .*--experts hybrid"),
         ("--device cuda --experts offload --split 0.5", r"^--split 0.5: .*--experts hybrid"),
