@@ -65,7 +65,7 @@ async def _start(
     answers: list[Generation] = []
     try:
         for one in sources:
-            answers += await _submitted(state, info, meta, one, options, len(answers))
+            await _submit_all(answers, state, info, meta, one, options)
         end = asyncio.get_running_loop().time() + state.settings.admission_seconds
         for answer in answers:
             await answer.admission(max(0.0, end - asyncio.get_running_loop().time()))
@@ -76,15 +76,15 @@ async def _start(
     return answers[0] if len(answers) == 1 else Choices(answers)
 
 
-async def _submitted(
+async def _submit_all(
+    answers: list[Generation],
     state: ServerState,
     info: ModelInfo,
     meta: RequestMeta,
     source: Conversation | Prompt,
     options: Options,
-    first: int,
-) -> list[Generation]:
-    """The answers to one prompt, the ``first`` of which has that number: what they have in common is computed once."""
+) -> None:
+    """Adds the answers to one prompt. What they have in common is computed once. Raises ApiError."""
     raw = source if isinstance(source, Prompt) else None
     conversation = raw_conversation(source) if isinstance(source, Prompt) else source
     visit = state.sessions.begin(meta, conversation, info.incarnation, info.fingerprint)
@@ -98,38 +98,31 @@ async def _submitted(
     max_tokens = _budget(len(prompt), options, state.settings, context_limit(state, info))
     sampling = _sampling(options, state, max_tokens, info.vocab_size, forced, constraint)
     anchors = () if "checkpoints" in state.engine.lacks else engine_anchors(visit.anchors(prompt))
-    answers: list[Generation] = []
-    try:
-        for number in range(options.n):
-            request = Request(
-                id=secrets.token_hex(16),
-                tokens=memoryview(prompt.packed).cast("I"),
-                sampling=replace(sampling, seed=(sampling.seed + number) % _SEEDS) if number else sampling,
-                anchors=anchors,
-                watches=state.watches,
-                session=visit.session_id,
-                namespace=meta.namespace,
-                side=visit.side,
-            )
-            stream = submit(state, request)
-            parser = partial(plain_text, state) if raw else partial(state.family.parser, prompt, tools, exact=exact)
-            assembler = Assembler(
-                new_call_id=visit.new_call_id,
-                new_ticket=visit.new_ticket,
-                stops=options.stop,
-                freeform=frozenset(tool.name for tool in tools if tool.freeform),
-                parallel_calls=options.demand.parallel,
-                verbatim=raw is not None,
-                token_size=None if options.logprobs is None else _token_size(state),
-                choice=first + number,
-            )
-            own = visit if number == options.n - 1 else copy(visit)
-            answers.append(Generation(state, own, prompt, stream, options, anchors, parser, assembler))
-    except BaseException:
-        for answer in answers:
-            await answer.close()
-        raise
-    return answers
+    parser = partial(plain_text, state) if raw else partial(state.family.parser, prompt, tools, exact=exact)
+    for number in range(options.n):
+        request = Request(
+            id=secrets.token_hex(16),
+            tokens=memoryview(prompt.packed).cast("I"),
+            sampling=replace(sampling, seed=(sampling.seed + number) % _SEEDS) if number else sampling,
+            anchors=anchors,
+            watches=state.watches,
+            session=visit.session_id,
+            namespace=meta.namespace,
+            side=visit.side,
+        )
+        stream = submit(state, request)
+        assembler = Assembler(
+            new_call_id=visit.new_call_id,
+            new_ticket=visit.new_ticket,
+            stops=options.stop,
+            freeform=frozenset(tool.name for tool in tools if tool.freeform),
+            parallel_calls=options.demand.parallel,
+            verbatim=raw is not None,
+            token_size=None if options.logprobs is None else _token_size(state),
+            choice=len(answers),
+        )
+        own = visit if number == options.n - 1 else copy(visit)
+        answers.append(Generation(state, own, prompt, stream, options, anchors, parser, assembler))
 
 
 def _token_size(state: ServerState) -> Callable[[int], int]:
