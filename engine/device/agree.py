@@ -30,9 +30,9 @@ from engine.native.ops import NativeOps
 from engine.runner import Rows, Runner, make_batch
 from engine.sampling import Row, whole
 
-TYPICAL = {"prefill": 1.5e-2, "decode": 1e-2}
-"""Relative error of the median row: a prompt's activations are rounded to bfloat16 before every product; an answer's
-are not, but it goes on from the prompt."""
+KINDS = ("prefill", "decode")
+TYPICAL = 1e-2
+"""Relative error of the median row."""
 MOST = 5e-2
 """Of the worst row: of routers' scores, which may be small differences of large sums, and of logits."""
 CLOSE = 5e-2
@@ -128,21 +128,21 @@ class Errors:
         if not (self.scores and self.logits):
             return report(f"{kind}: rows", "none", False)
         right = [
-            self._off(f"{kind}: routers' scores of layer {layer}", kind, off)
+            self._off(f"{kind}: routers' scores of layer {layer}", off)
             for layer, off in enumerate(np.concatenate(self.scores, axis=1))
         ]
         report(
             f"{kind}: routers that would choose otherwise", f"{self.turned} of {self.choices}; {self.wide:.1e} apart"
         )
-        right.append(self._off(f"{kind}: logits", kind, np.array(self.logits, np.float32)))
+        right.append(self._off(f"{kind}: logits", np.array(self.logits, np.float32)))
         same, apart = sum(one == 0 for one in self.apart), max(self.apart)
         told = f"{same} of {len(self.apart)}; {apart:.1e} apart"
         return report(f"{kind}: the same token, or two lie close", told, apart < CLOSE) and all(right)
 
     @staticmethod
-    def _off(name: str, kind: str, off: Floats) -> bool:
+    def _off(name: str, off: Floats) -> bool:
         middle, most = float(np.median(off)), float(off.max())
-        return report(name, f"off by {middle:.1e}, at most {most:.1e}", middle < TYPICAL[kind] and most < MOST)
+        return report(name, f"off by {middle:.1e}, at most {most:.1e}", middle < TYPICAL and most < MOST)
 
 
 class Led:
@@ -157,7 +157,7 @@ class Led:
         self._calls = 0
         self._going: dict[int, tuple[Known, int]] = {}
         """By state slot: what was said there last, and up to where."""
-        self.errors = {kind: Errors() for kind in TYPICAL}
+        self.errors = {kind: Errors() for kind in KINDS}
 
     @contextmanager
     def routers(self, ops: type[Any]) -> Iterator[None]:
@@ -200,7 +200,7 @@ class Led:
     def told(self) -> bool:
         """Whether all since the last time was right."""
         right = all([errors.told(kind) for kind, errors in self.errors.items()])
-        self.errors = {kind: Errors() for kind in TYPICAL}
+        self.errors = {kind: Errors() for kind in KINDS}
         return right
 
     def _find(self, part: Rows) -> Known:
