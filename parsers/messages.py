@@ -163,7 +163,7 @@ class Planner:
     def __init__(
         self, wire_format: Format, guard: Guard, traits: Traits, written_ids: Callable[[Sampled], Sequence[str]]
     ) -> None:
-        self._format, self._guard, self._traits, self._written_ids = wire_format, guard, traits, written_ids
+        self.format, self.guard, self.traits, self.written_ids = wire_format, guard, traits, written_ids
         self._known: Memory[ToolCall, object] = Memory(_MEMORY, _size)
         self._tools: deque[tuple[Sequence[Tool], Fixed]] = deque(maxlen=_TOOLS)
         self._lock = Lock()
@@ -175,11 +175,11 @@ class Planner:
 
     def tools(self, tools: Sequence[Tool]) -> Fixed:
         """The tools that the template is told of."""
-        return self._described(tools) if self._traits.declares_tools and not self._traits.tools_move else Fixed()
+        return self._described(tools) if self.traits.declares_tools and not self.traits.tools_move else Fixed()
 
     def moved_tools(self, tools: Sequence[Tool]) -> tuple[list[Message], list[dict[str, object]]]:
         """Messages and tools for the shortest prompt that tells of them."""
-        return [{"role": "user", "content": self._marked("x", USER)}], self._described(tools)
+        return [{"role": "user", "content": self.marked("x", USER)}], self._described(tools)
 
     def plan(self, conversation: Conversation, stem: Plan | None = None) -> Plan:
         """``stem``: of a plan for the same tools and the same turns, up to one that is an answer here too. What came of
@@ -187,7 +187,7 @@ class Planner:
         if stem is not None:
             return _Planning(self, conversation, stem).plan
         for tool in conversation.tools:
-            if not self._format.can_call(tool.name):
+            if not self.format.can_call(tool.name):
                 raise RenderError(
                     f"the tool {tool.name!r:.80}: a call of this name cannot be told from other text of this model; "
                     f"give it another one, of at most {LONGEST_NAME} characters"
@@ -205,51 +205,51 @@ class Planner:
         return known
 
     def _describe(self, tools: Sequence[Tool]) -> list[dict[str, object]]:
-        if self._traits.plain_schemas:
+        if self.traits.plain_schemas:
             tools = [replace(tool, parameters=plain_schema(tool.parameters)) for tool in tools]
-        return tool_descriptions(self._guard, tools)
+        return tool_descriptions(self.guard, tools)
 
-    def _marked(self, text: str, mark: str) -> str:
-        return around(self._guard.text(text), mark, mark)
+    def marked(self, text: str, mark: str) -> str:
+        return around(self.guard.text(text), mark, mark)
 
-    def _content(self, turn: Turn) -> str:
+    def content(self, turn: Turn) -> str:
         return "\n".join(block.text for block in turn.blocks if isinstance(block, Text))
 
-    def _system(self, text: str, tools: Sequence[Tool]) -> str:
-        marked = self._marked(text, SYSTEM)
-        if not tools or self._traits.declares_tools or self._format.tools_text is None:
+    def system(self, text: str, tools: Sequence[Tool]) -> str:
+        marked = self.marked(text, SYSTEM)
+        if not tools or self.traits.declares_tools or self.format.tools_text is None:
             return marked
         between = "\n\n" if text.strip() else ""
-        return marked + between + tools_text(self._format.tools_text, self._described(tools))
+        return marked + between + tools_text(self.format.tools_text, self._described(tools))
 
-    def _assistant(self, item: Item, calls: Sequence[_Made], continues: bool) -> Message:
+    def assistant(self, item: Item, calls: Sequence[_Made], continues: bool) -> Message:
         sampled = item.sampled
         thought = sampled is not None and sampled.thinking_end > 0
         text = "".join(block.text for block in item.blocks if isinstance(block, Text))
         if sampled and not text and not calls:
             text = "-"  # where its tokens are put
-        content: str | None = around(self._guard.text(text), "", CONTINUED) if continues else self._guard.text(text)
-        if calls and self._traits.calls == "content":
-            content = assistant_text(self._format, self._guard, item.blocks, "closed", item.first_call)
-        elif calls and self._traits.calls != "template":
-            content = "" if self._traits.calls == "rewritten" else None
+        content: str | None = around(self.guard.text(text), "", CONTINUED) if continues else self.guard.text(text)
+        if calls and self.traits.calls == "content":
+            content = assistant_text(self.format, self.guard, item.blocks, "closed", item.first_call)
+        elif calls and self.traits.calls != "template":
+            content = "" if self.traits.calls == "rewritten" else None
         message: Message = {"role": "assistant", "content": content}
         thinking = thinking_of(item.blocks)
         if thinking.strip() or thought:
-            self._put_thinking(message, self._marked(thinking, THOUGHT))
-        if calls and self._traits.calls != "content":
+            self._put_thinking(message, self.marked(thinking, THOUGHT))
+        if calls and self.traits.calls != "content":
             message["tool_calls"] = Fixed(
                 {
                     "type": "function",
-                    "id": self._guard.text(one.identity),
-                    "function": {"name": self._guard.text(one.call.name), "arguments": self._arguments(one.call)},
+                    "id": self.guard.text(one.identity),
+                    "function": {"name": self.guard.text(one.call.name), "arguments": self._arguments(one.call)},
                 }
                 for one in calls
             )
         return message
 
     def _put_thinking(self, message: Message, thinking: str) -> None:
-        where = self._traits.thinking
+        where = self.traits.thinking
         if where == "chunks":
             chunks = [{"type": "thinking", "thinking": thinking}]
             chunks += [{"type": "text", "text": str(message["content"])}] if message["content"] else []
@@ -258,16 +258,16 @@ class Planner:
             message[where] = thinking
 
     def _arguments(self, call: ToolCall) -> object:
-        if self._traits.arguments == "text":
-            return self._guard.text(arguments_text(call))
-        return self._known.of(call, lambda: self._guard.value(arguments_mapping(call)))
+        if self.traits.arguments == "text":
+            return self.guard.text(arguments_text(call))
+        return self._known.of(call, lambda: self.guard.value(arguments_mapping(call)))
 
-    def _output(self, identity: str, texts: Sequence[str]) -> Message:
-        content, result = self._marked("\n".join(texts), OUTPUT), self._format.result
-        if self._traits.calls == "content" and not self._traits.declares_tools:
+    def output(self, identity: str, texts: Sequence[str]) -> Message:
+        content, result = self.marked("\n".join(texts), OUTPUT), self.format.result
+        if self.traits.calls == "content" and not self.traits.declares_tools:
             content = f"{result.open}{result.inner}{content}{result.inner}{result.close}"
             return {"role": "user", "content": content}
-        return {"role": "tool", "content": content, "tool_call_id": self._guard.text(identity)}
+        return {"role": "tool", "content": content, "tool_call_id": self.guard.text(identity)}
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,11 @@ class _Planning:
     def __init__(self, planner: Planner, conversation: Conversation, stem: Plan | None = None) -> None:
         self.plan = stem.copied(0) if stem is not None else Plan()
         self._planner = planner
-        self._format, self._traits = planner._format, planner._traits
+        self._format, self._traits = planner.format, planner.traits
         self._conversation = conversation
         told = [turn.role for turn in conversation.turns[:1]] == ["system"]
         if stem is None and not self._traits.declares_tools and conversation.tools and not told:
-            self._system(-1, planner._system("", conversation.tools))
+            self._system(-1, planner.system("", conversation.tools))
         begin = stem.turn if stem else 0
         self._last = _last_answer(conversation, self._traits, begin)
         # An answer that says nothing is none: to some templates it is the end of a turn before it.
@@ -318,18 +318,18 @@ class _Planning:
         if turn.role == "assistant":
             self._assistant(index, turn)
         elif turn.role != "system":
-            self._user(index, planner._content(turn))
+            self._user(index, planner.content(turn))
         elif index == 0:
-            self._system(index, planner._system(planner._content(turn), self._conversation.tools))
+            self._system(index, planner.system(planner.content(turn), self._conversation.tools))
         elif self._traits.system == "anywhere":
-            content = planner._marked(planner._content(turn), SYSTEM)
+            content = planner.marked(planner.content(turn), SYSTEM)
             plan.add(Item("system", index), {"role": "system", "content": content})
         else:
-            self._refused("system", index, planner._content(turn))
+            self._refused("system", index, planner.content(turn))
 
     def _refused(self, kind: TurnKind, index: int, text: str) -> None:
         refused = self.plan.refused.setdefault(len(self.plan.items), [])
-        refused.append((kind, index, self._planner._guard.text(text)))
+        refused.append((kind, index, self._planner.guard.text(text)))
 
     def _system(self, index: int, content: str) -> None:
         if self._traits.system == "in_user":
@@ -343,7 +343,7 @@ class _Planning:
         if not self._traits.users_behind_outputs and plan.items and plan.items[-1].kind != "user" and self.plan.in_loop:
             self._refused("user", index, text)
             return
-        content, self.plan.first = self.plan.first + self._planner._marked(text, USER), ""
+        content, self.plan.first = self.plan.first + self._planner.marked(text, USER), ""
         if not self._traits.users_in_a_row and plan.items and plan.items[-1].kind == "user":
             plan.items.append(Item("user", index))
             plan.messages[-1]["content"] = f"{plan.messages[-1]['content']}\n\n{content}"
@@ -357,7 +357,7 @@ class _Planning:
             self._user(-1, "")
         self.plan.in_loop = bool(calls)
         made = []
-        written = self._planner._written_ids(turn.sampled) if turn.sampled else ()
+        written = self._planner.written_ids(turn.sampled) if turn.sampled else ()
         for number, call in enumerate(calls):
             identity = native_id(self._format.call_ids, call.id, call.name, self.plan.count)
             made.append(_Made(call, self.plan.count, written[number] if len(written) == len(calls) else identity))
@@ -372,12 +372,12 @@ class _Planning:
         if not self._traits.one_call or len(calls) < 2 or sampled:
             # Where its tokens are known, the template only needs something to put them in place of.
             shown = made[:1] if self._traits.one_call else made
-            self.plan.add(item, self._planner._assistant(item, shown, continues))
+            self.plan.add(item, self._planner.assistant(item, shown, continues))
             return
         for number, one in enumerate(made):
             said = tuple(b for b in blocks if not isinstance(b, ToolCall)) if number == 0 else ()
             item = Item("assistant", index, (*said, replace(one.call, id=one.identity)), one.number)
-            self.plan.add(item, self._planner._assistant(item, [one], continues=False))
+            self.plan.add(item, self._planner.assistant(item, [one], continues=False))
             for later, output, texts in self._answers(index, one.call.id):
                 self.plan.early.add((later, one.call.id))
                 self._add_output(later, output.call_id, texts)
@@ -404,7 +404,7 @@ class _Planning:
                 self._add_output(index, output.call_id, texts)
 
     def _add_output(self, index: int, call_id: str, texts: Sequence[str]) -> None:
-        self.plan.add(Item("tool_output", index), self._planner._output(self.plan.made[call_id].identity, texts))
+        self.plan.add(Item("tool_output", index), self._planner.output(self.plan.made[call_id].identity, texts))
 
 
 def _last_answer(conversation: Conversation, traits: Traits, begin: int) -> int:

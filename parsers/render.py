@@ -56,11 +56,11 @@ class Renderer:
         self.guard = Guard((*tokenizer.control, *wire_format.structure()))
         self._written = WrittenIds(wire_format)
         self._planner = Planner(wire_format, self.guard, traits, self.written_ids)
-        self._finder, self._parts = Finder(wire_format, tokenizer.control), Parts(wire_format)
-        self._tokenizer, self._template = tokenizer, template
+        self.finder, self.part_finder = Finder(wire_format, tokenizer.control), Parts(wire_format)
+        self.tokenizer, self._template = tokenizer, template
         self._pieces = Pieces(tokenizer)
         self._control_text = re.compile(alternatives(tokenizer.control))
-        self._ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
+        self.ends = {token: end for end in wire_format.ends if (token := tokenizer.token_id(end)) is not None}
         self._known: Memory[tuple[tuple[int, ...], bool], _SampledParts] = Memory(_MEMORY, lambda k, v: _size(k[0], v))
         self._ids: Memory[tuple[int, ...], Sequence[str]] = Memory(_MEMORY, _size)
         self._stems = Stems(traits)
@@ -80,7 +80,7 @@ class Renderer:
     @property
     def identity(self) -> bytes:
         """16 bytes that are the same for the same format, tokenizer and template, and way of remembering tokens."""
-        parts = (b"openers", self.format.name.encode(), self._tokenizer.identity, self._template.source.encode())
+        parts = (b"openers", self.format.name.encode(), self.tokenizer.identity, self._template.source.encode())
         return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
 
     def forget(self) -> None:
@@ -94,7 +94,7 @@ class Renderer:
 
     def blocks(self, conversation: Conversation, thinking: bool = True) -> list[Block]:
         """The turns of ``text``, the messages of an assistant turn in one. Raises RenderError."""
-        *blocks, last = self._finder.blocks(self.text(conversation, thinking))
+        *blocks, last = self.finder.blocks(self.text(conversation, thinking))
         joined: list[Block] = []
         for block in blocks:
             if self.format.frames and block.assistant and joined and joined[-1].assistant:
@@ -111,7 +111,7 @@ class Renderer:
         draft = self._draft(conversation, thinking, effort, stem)
         blocks = self._behind_stem(draft)
         if blocks is None:
-            draft, blocks = replace(draft, stem=None), self._finder.blocks(str(draft.text))
+            draft, blocks = replace(draft, stem=None), self.finder.blocks(str(draft.text))
         return self._write(draft, blocks, remember)
 
     def render_on(self, conversation: Conversation, thinking: bool, effort: Effort | None) -> Prompt | None:
@@ -140,7 +140,7 @@ class Renderer:
             if self.format.turns.headless and self._ended(blocks[-1]):  # the next turn is not the template's to begin
                 blocks.append(Block(header, header, True))
             *blocks, last = blocks
-            if not last.assistant or self._finder.end(last.body)[1]:
+            if not last.assistant or self.finder.end(last.body)[1]:
                 raise _no_answer(conversation)
         writer = Writer(self._pieces, remember, stem.mark.written) if stem else Writer(self._pieces, remember)
         rendering = _Rendering(self, draft, writer)
@@ -169,8 +169,8 @@ class Renderer:
         if stem is None or not text.begins_with(stem.text):
             return None
         block = stem.mark.block
-        begin, size = max(0, block - self._finder.look_back), len(stem.text) - block
-        blocks = self._finder.blocks(text.text(begin), block - begin)
+        begin, size = max(0, block - self.finder.look_back), len(stem.text) - block
+        blocks = self.finder.blocks(text.text(begin), block - begin)
         ends = [*accumulate(len(one.text) for one in blocks)]
         return blocks[ends.index(size) + 1 :] if size in ends[:-1] else None
 
@@ -192,7 +192,7 @@ class Renderer:
             raise plan.refusal(lambda fewer: template.render(fewer, *told), refusal) from refusal
 
     def _ended(self, block: Block) -> bool:
-        return block.assistant and bool(self._finder.end(block.body)[1])
+        return block.assistant and bool(self.finder.end(block.body)[1])
 
     def moved_tools(self, conversation: Conversation) -> str:
         """What tells of tools, where the template would move it."""
@@ -215,8 +215,8 @@ class Renderer:
 
     def _parts_of(self, ids: Sequence[int], thinking_open: bool) -> _SampledParts:
         text, starts = self._sampled_text(ids)
-        body = text[: self._finder.end(text)[0]]
-        parts = self._parts.of(body, thinking_open)
+        body = text[: self.finder.end(text)[0]]
+        parts = self.part_finder.of(body, thinking_open)
 
         def position(offset: int) -> int:
             return bisect_right(starts, len(visible(body[:offset]).encode())) - 1
@@ -226,9 +226,9 @@ class Renderer:
     def _sampled_text(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """The text in which only control tokens read as such, and where each token begins, in visible bytes."""
         text, starts, run = "", [0], b""
-        control = self._tokenizer.control
+        control = self.tokenizer.control
         for token in ids:
-            piece = self._tokenizer.token_bytes(token)
+            piece = self.tokenizer.token_bytes(token)
             if control.get(name := piece.decode("utf-8", "replace")) == token:
                 text, run = text + self.guard.text(run.decode("utf-8", "replace")) + name, b""
             else:
@@ -268,7 +268,7 @@ class _Rendering:
         conversation, stem = draft.conversation, draft.stem
         self._renderer, self._conversation, self._plan, self._writer = renderer, conversation, draft.plan, writer
         self._format, self._traits = renderer.format, renderer.traits
-        self._finder = renderer._finder
+        self._finder = renderer.finder
         self.mark: Mark | None = None
         self._stem = stem
         self._position = len(stem.plan.items) if stem else 0
@@ -442,7 +442,7 @@ class _Rendering:
     def _body(self, body: str, turn: int) -> None:
         """The parts of a turn that the template or the format wrote."""
         writer, at = self._writer, 0
-        for part in self._renderer._parts.of(body, thinking_open=False):
+        for part in self._renderer.part_finder.of(body, thinking_open=False):
             writer.text(body[at : part.start])
             start = writer.place()
             writer.text(body[part.start : part.end])
@@ -472,7 +472,7 @@ class _Rendering:
         else:
             writer.tokens(sampled.opener)
         begin = writer.cut()
-        if ids and self._renderer._ends.get(ids[-1], closing) != closing:
+        if ids and self._renderer.ends.get(ids[-1], closing) != closing:
             ids = ids[:-1]  # ended by another stop token: history has the template's own end
         writer.tokens(ids)
         for start_at, end_at, kind in self._renderer.parts(ids, thinking_open=end > 0 and not dropped):
@@ -488,7 +488,7 @@ class _Rendering:
         return shared if len(shared) >= len(stub.rstrip()) else ""
 
     def _closed(self, ids: Sequence[int], closing: str) -> bool:
-        tokenizer = self._renderer._tokenizer
+        tokenizer = self._renderer.tokenizer
         if not closing or not ids or tokenizer.token_id(closing) is not None:
             return bool(closing and ids) and ids[-1] == tokenizer.token_id(closing)
         return tokenizer.decode(ids[-len(closing) :]).endswith(closing)
@@ -497,7 +497,7 @@ class _Rendering:
         """Do the sampled tokens bring the header themselves? Channel formats begin every message with one."""
         if not self._format.frames:
             return False
-        wanted = self._renderer._tokenizer.encode_trusted(header)
+        wanted = self._renderer.tokenizer.encode_trusted(header)
         return list(ids[: len(wanted)]) == wanted
 
 
