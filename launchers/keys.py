@@ -14,7 +14,7 @@ from server.keys import ApiKey, KeyRing
 from sessions.store.words import why
 
 VARIABLE = "FT_API_KEYS"
-"""As in the file; a comma may stand for the end of a line."""
+"""Holds keys as the file does; a comma may stand for the end of a line."""
 WATCH_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class KeysError(Exception):
 
 
 def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> tuple[ApiKey, ...]:
-    """Those of the file, then those of the environment. Raises KeysError, also for a file without any."""
+    """The keys of the file, then those of the environment. Raises KeysError, also for a file without any."""
     ours = parse_keys(environ.get(VARIABLE, "").replace(",", "\n"), VARIABLE)
     if path is None:
         return ours
@@ -58,7 +58,7 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
 
 
 async def watch(path: Path | None, keys: Sequence[ApiKey], ring: KeyRing) -> None:
-    """Until cancelled: a changed file takes effect. One that cannot be used changes nothing, and that is told."""
+    """Until cancelled, reads a file that changed. One that cannot be used changes nothing, and that is logged."""
     if path is None:
         return
     told = ""

@@ -249,7 +249,7 @@ def _tls(settings: ServeSettings) -> Tls | None:
 
 
 def _connections() -> int:
-    """As many as the system lets us have files for, but for those that are ours. Asks it for more first."""
+    """How many connections the limit on open files allows, less the files of our own. Raises that limit first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if most > soft != resource.RLIM_INFINITY:
@@ -304,7 +304,7 @@ def _open_persist(store: Path | None, key_file: Path | None) -> Persist | None:
 
 
 def _remove(store: Path) -> None:
-    """Nothing is left of one that nothing was served from."""
+    """Takes a new store away again, if nothing was ever served from it."""
     shutil.rmtree(store, ignore_errors=True)
 
 
@@ -318,7 +318,7 @@ def _load_family(model: Path, name: str | None) -> Family:
 
 
 def _names(settings: ServeSettings) -> tuple[str, ...]:
-    """What clients may call this server. One beyond this machine has names that we do not know, and keys."""
+    """The host names that requests may use. A server for other machines has names that we do not know; it has keys."""
     if not is_loopback(settings.host):
         return settings.allowed_hosts
     return tuple({*LOOPBACK_HOSTS, settings.host, *settings.allowed_hosts})

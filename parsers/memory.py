@@ -1,4 +1,4 @@
-"""What was worked out before, by what it was worked out from."""
+"""A bounded cache of results by what they were made from."""
 
 from __future__ import annotations
 

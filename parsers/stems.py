@@ -1,8 +1,7 @@
-"""What prompts begin with: everything before the last answer, as it was rendered.
+"""Stems of prompts: everything before the last answer, as it was rendered.
 
-The next prompt of a conversation has the turns up to there again, and is written from there on. Nothing is taken for
-granted: the turns are compared, and then the template's text, so that whatever a template does to earlier turns when
-others follow is written as it does it.
+The next prompt of a conversation has the same turns up to there, and is written from there on. Both the turns and the
+template's text are compared first: a template may write earlier turns in another way when others follow.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Stem:
 
 
 class Stems:
-    """The latest ones. Safe to share between threads."""
+    """The latest stems. Safe to share between threads."""
 
     def __init__(self, traits: Traits) -> None:
         self._traits = traits

@@ -20,7 +20,7 @@ from server.settings import ServerSettings
 _log = logging.getLogger(__name__)
 UNKNOWN_KEY = "missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _OPEN_PATHS = ("/health",)
-"""Answered without a key, so that a supervisor needs none."""
+"""Paths that need no key, so that a supervisor needs none."""
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 """A name or an address, and a port: what a browser sends, and nothing that only looks like it (``evil@localhost``)."""
 

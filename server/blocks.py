@@ -74,7 +74,7 @@ BlockEvent = BlockStart | BlockDelta | BlockEnd
 StopCause = Literal["", "stop_sequence", "one_call"]
 
 _BROKEN = "{"
-"""The arguments of a call that ended before it had any: clients take no text for no arguments, and would run it."""
+"""Arguments of a call that ended before it had any. Clients would take an empty text for no arguments, and run it."""
 
 
 class Assembler:

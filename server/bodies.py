@@ -24,7 +24,7 @@ _MODEL = 2048
 _VALUES = ((b"{", 200), (b"[", 100), (b",", 60))
 """Bytes of what begins there as it is remembered, beside its text."""
 _KEPT = 256
-"""Each of them is looked at for each body."""
+"""How many bodies are remembered: all of them are compared with each new one."""
 Owner = tuple[str, str]
 """A namespace, and the protocol whose models they are."""
 
@@ -43,8 +43,8 @@ class Known(list[Any]):
 
 
 def news(value: object, check: Callable[[object], list[Any]]) -> list[Any]:
-    """What messages are checked to be, where only those that are no models need to be checked: for pydantic to wrap
-    around the rest. What is wrong is told with its place among all."""
+    """Wraps pydantic's check of a list of messages: those that were read before are taken as they are. Where a new one
+    is wrong, all are checked, so that the error names its place among all."""
     if isinstance(value, Known):
         try:
             return [*value[: value.read], *check(value[value.read :])]
@@ -59,9 +59,9 @@ def raw_body(body: object) -> object:
 
 @dataclass
 class Entry:
-    """``begins``: where the messages but the first begin, behind their commas; ``end``: where the last one ends, at the
-    bracket. ``weight``: of all values. ``messages`` and ``tools``: the models. ``instead``: the number of the one that
-    it continues."""
+    """A body that was read. ``begins``: where each message but the first begins, behind its comma; ``end``: the bracket
+    behind the last one. ``weight``: about the bytes of all values. ``messages`` and ``tools``: the models made of them.
+    ``instead``: the number of the entry whose place it takes."""
 
     owner: Owner
     field: str
@@ -81,7 +81,7 @@ class Entry:
 
 
 class Bodies:
-    """The latest ones, at most ``limit`` bytes of them. Those of one ``owner`` are used for no other."""
+    """The latest bodies, at most ``limit`` bytes of them. Those of one ``owner`` are used for no other."""
 
     def __init__(self, limit: int = 64 << 20) -> None:
         self._limit = limit
@@ -97,7 +97,7 @@ class Bodies:
             known = self._continued(self._known[number], shared, data)
             if known is not None:
                 self._known.move_to_end(number)
-                if shared >= len(self._known[number].begins):  # it is continued, and has nothing that this one has not
+                if shared >= len(self._known[number].begins):  # this one has all of its messages, and takes its place
                     known[1].instead = number
                 return known
         value, weight = from_json(data, allow_inf_nan=False), _weight(data)

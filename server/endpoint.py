@@ -25,14 +25,14 @@ from server.state import ServerState
 
 _T = TypeVar("_T")
 _SLOWEST = 16 << 10
-"""Bytes per second of a body that are fast enough."""
+"""Bytes per second at which a body may come."""
 
 
 async def answer(state: ServerState, request: Request, *, protocol: WireProtocol) -> Response:
     """Answers one generation request, as a stream or whole. Raises ApiError, and ClientDisconnect."""
     state.counters.requests += 1
     data = await read_bytes(request, state.settings)
-    # They are asked for often: not searched each time. The first of a name counts.
+    # A dict, because they are looked up often. Of several of one name the first counts.
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(request.headers.raw)}
     inbound = read(state, data, protocol, request.state.namespace, lambda _: headers)
     check_model(state, inbound.meta.model)

@@ -1,5 +1,5 @@
-"""HTTP/1.1 in front of the application, with an end to patience: whoever connects and says nothing, speaks too slowly,
-or does not read, is let go."""
+"""HTTP/1.1 in front of the application, with time limits: clients that connect and say nothing, send too slowly, or do
+not read are disconnected."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ BACKLOG = 1024
 DRAIN_SECONDS = 5
 """How long ended streams get to reach their clients."""
 UNREAD_SECONDS = 5
-"""How long a refused client may go on sending: closed under it, a connection takes the answer along."""
+"""How long a refused client may go on sending: if the connection were closed at once, it would lose the answer."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pauses between an agent's requests, so that its pooled connections are rarely closed under it."""
 MAX_HEAD_BYTES = 64 << 10
-"""Of a head, and of anything else that has no end: sizes of chunks, trailers."""
+"""Of a request's head, and of anything else without a declared length: sizes of chunks, trailers."""
 LOOK_SECONDS = 0.1
-"""How often a client is looked for that is not read."""
+"""How often it is checked whether a client is still there while nothing is read from it."""
 _GONE = (7, 8)
 """TCP_CLOSE and TCP_CLOSE_WAIT, of Linux."""
 _ANY_HEAD = b"GET / HTTP/1.1\r\n\r\n"
 COLLECT_AFTER = 20_000
-"""New objects until garbage is looked for: some requests, and not twice in each."""
+"""New objects until the next collection: those of some requests, instead of two collections in each."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class FrontConfig(uvicorn.Config):
 
 
 def settle() -> None:
-    """What is loaded by now stays: collections of garbage need not look at all the vocabulary again, which takes as
-    long as a request. Nor is one worth its time after 700 new objects: each looks at every token of the prompts in
-    flight. For a process that serves, and does nothing else."""
+    """Tunes the garbage collector of a process that serves and does nothing else. What is loaded by now stays: going
+    through the vocabulary again would take as long as a request. Collections become rarer than after every 700 new
+    objects, because each goes through every token of the prompts in flight."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 10)
@@ -257,9 +257,9 @@ class Http(HttpToolsProtocol):
         self._reading.seen()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP has no path, and so no protocol; it gets the shape that most clients read. Where it stands
-        behind whole requests, they get their own answers, and nothing else; an answer that has begun to a request that
-        breaks is only cut off."""
+        """Answers what is no HTTP. It has no path, and so no protocol: it gets the shape that most clients read. Whole
+        requests before it still get their answers, and nothing follows them. If the answer to the broken request has
+        begun, it is only cut off."""
         self._over = True
         self._stop_waiting()
         if (cycle := self._answering) is not None:
@@ -356,8 +356,8 @@ class Http(HttpToolsProtocol):
 
 
 def _ended(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Where the end of the connection is the answer's: HTTP/1.0 knows no chunks, and a client that was not told to send
-    its body sends what it likes instead. Who sends more than was asked for is listened to until the end."""
+    """For answers that end with the connection: HTTP/1.0 knows no chunks, and a client that was not told to send its
+    body may send something else instead. What is left of the request is read first."""
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:
         told = True

@@ -24,8 +24,8 @@ from sessions.tracker import Reuse, ReuseReport, Visit
 _log = logging.getLogger(__name__)
 
 PACE = 1 / 60
-"""Seconds between two events of an answer, at least: one picture of a display. More nobody can see, and each costs a
-write here and a read there. The first waits for nothing, and neither does the end."""
+"""Seconds between two events of an answer, at least: one frame of a display. Nobody sees more, and each event costs a
+write here and a read there. The first event and the end are not delayed."""
 
 
 class Parser(Protocol):

@@ -1,7 +1,7 @@
 """Responses that are kept for clients that ask for one, or name one instead of sending its conversation again.
 
-They are in the database of sessions, as groups of their own, and the newest in memory too; without a database they are
-in memory alone. Who asks for none of another API key's.
+They lie in the database of sessions, as groups of their own, and the newest in memory too; without a database they are
+in memory alone. An API key sees its own responses only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Kept:
-    """``items`` are those that led to the response."""
+    """A response, and the ``items`` that led to it."""
 
     response: dict[str, Any]
     items: list[Any]

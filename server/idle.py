@@ -22,7 +22,7 @@ from sessions.tracker import Sessions
 _log = logging.getLogger(__name__)
 
 _MOST = 16
-"""Finished turns that may wait; each holds its conversation."""
+"""Finished turns that may wait. Each keeps its conversation in memory."""
 
 
 class Idle:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from server.errors import ApiError
 
 _RETRY_SECONDS = 2
-"""Until somebody who was refused should ask again; places are free when answers end, which nobody knows."""
+"""When a refused client should ask again. Nobody knows when an answer will end and free a place."""
 
 
 @dataclass
@@ -32,7 +32,8 @@ class Limits:
         self._callers: defaultdict[str, _Caller] = defaultdict(_Caller)
 
     async def enter(self, name: str, places: int = 1) -> Callable[[], None]:
-        """Waits for a place for each answer and gives what returns them, to be called once. Raises ApiError."""
+        """Waits for ``places``, one for each answer. Returns the function that gives them back, to be called once.
+        Raises ApiError."""
         caller = self._callers[name]
         caller.requests += 1
         if 0 < self._running < places:

@@ -12,8 +12,8 @@ LogprobFormat = Callable[[Sequence[TokenLogprob]], list[dict[str, Any]]]
 
 
 class Visible:
-    """The tokens of one text. A format swallows some tokens (delimiters, white space beside them), a code point may
-    need several, and a stop string holds text back; so tokens are matched with text by counting bytes.
+    """Finds the tokens of one text. A format swallows some tokens (delimiters, white space beside them), a code point
+    may need several, and a stop string holds text back. So tokens are matched with text by counting bytes.
 
     ``size``: bytes of text that a token stands for.
     """

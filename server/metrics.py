@@ -18,7 +18,7 @@ _GAUGES = re.compile(
     # of sessions and server
     "|sessions|session_tokens|session_prefix_keys|persist_(on|bytes|groups|waiting)|open_generations|max_body_bytes"
 )
-"""What is now, and may fall; everything else only rises, and is called ``_total``."""
+"""Numbers that may fall. All others only rise, and are called ``_total``."""
 
 _OF_KEYS = (
     ("requests", "ft_key_requests_total", "counter", "Generations asked for, by API key."),

@@ -17,7 +17,7 @@ from server.state import ServerState
 
 _log = logging.getLogger(__name__)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""Nobody on the way keeps it, or waits for more of it."""
+"""No proxy may store the stream, or buffer it."""
 
 
 class EventStream(StreamingResponse):
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
 
 
 async def told(state: ServerState, generation: Answering, writer: Writer) -> AsyncIterator[list[Sse]]:
-    """All events of an answer, as they become due together, up to its end, whatever that is."""
+    """All events of an answer in batches, as they become due, up to its end or its failure."""
     yield writer.begin(generation.usage)
     try:
         async for events in generation:

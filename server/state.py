@@ -81,7 +81,7 @@ class ServerState:
     bodies: Bodies = field(default_factory=Bodies)
 
     def forget_texts(self) -> None:
-        """What is remembered for its speed alone. It is not known whose it is: all of it goes."""
+        """Empties the caches that only save time. Nobody knows whose texts they hold, so all of them go."""
         self.bodies.forget()
         self.family.forget()
         self.idle.forget()

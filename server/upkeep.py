@@ -18,11 +18,11 @@ from server.state import ServerState
 from sessions.archive import ArchiveError
 
 _ERASING_SECONDS = 60.0
-"""How long a person waits until what was forgotten is overwritten; it goes on without them."""
+"""How long a request to forget waits until the data is overwritten. The overwriting goes on after that."""
 
 
 async def forget(state: ServerState, request: Request) -> Response:
-    """A session goes, with what the engine and its store have of it alone. Without a worker nothing is forgotten."""
+    """Forgets a session, and what the engine's store holds for it alone. Without a worker nothing is forgotten."""
     session = found_session(state, request).summary.id
     forgotten = 0.0
     if state.settings.store is not None:
@@ -52,7 +52,7 @@ async def export(state: ServerState, request: Request) -> Response:
 
 
 async def take_in(state: ServerState, request: Request) -> Response:
-    """An exported session, in place of one with the same id. It belongs to the API key that sends it."""
+    """Imports an exported session, in place of one with the same id. It belongs to the API key that sends it."""
     data = await read_bytes(request, state.settings)
     try:
         session = state.sessions.import_archive(data.decode(), request.state.namespace)

@@ -69,7 +69,7 @@ async def _read(websocket: WebSocket, requests: _Requests) -> None:
 
 
 class _Requests:
-    """Those that wait, in order; together they may not be larger than one may be."""
+    """Requests that wait, in order. All together may have the size that one may have."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -96,8 +96,8 @@ class _Requests:
 
 
 class _Known:
-    """What one socket knows, before what is stored. What is longer than a request may be is not remembered: the client
-    sends the whole of it, and is told what is wrong with that."""
+    """The responses that one socket remembers, in front of those that are stored. A conversation longer than a request
+    may be is not remembered: the client has to send all of it, and is told that it is too long."""
 
     def __init__(self, stored: History, most: int) -> None:
         self.size = 0

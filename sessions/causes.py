@@ -155,7 +155,7 @@ def _corrupt(seen: Facts) -> Cause | None:
 
 
 def _unreported(seen: Facts) -> Cause | None:
-    """What a remote engine reused, it alone knows."""
+    """Only the remote engine knows what it reused."""
     return "unreported" if seen.worker_cause == "unreported" else None
 
 
@@ -172,8 +172,8 @@ def _first(seen: Facts) -> Cause | None:
 
 
 def _fingerprint(seen: Facts) -> Cause | None:
-    """What was computed with other weights or another arithmetic is of no use here. Where one is not known, nobody can
-    say that it is another."""
+    """What was computed with other weights or another arithmetic is of no use here. An unknown fingerprint is never
+    taken for another one."""
     if seen.past is None or seen.past.fingerprint in ("", seen.now.fingerprint):
         return None
     lost = seen.matters(seen.forgotten) and seen.forgotten > seen.reuse.replayed

@@ -43,9 +43,8 @@ class TurnDigest:
 
 
 class Digests:
-    """Digests of turns, remembered, because each request of a conversation brings all its turns again. Bounded by what
-    they weigh, in tokens: what has not been asked for the longest goes first, and one that would displace most of the
-    others is not remembered."""
+    """Remembers digests of turns, because each request of a conversation brings all its turns again. Bounded by their
+    weight in tokens. The least recently used go first, and a turn that would displace most others is not remembered."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -107,7 +106,7 @@ def canonical_json(text: str) -> str:
 
 
 def turn_digest(turn: Turn) -> TurnDigest:
-    """Blank text of the assistant's is nothing, because clients drop it; anyone else's is what it is."""
+    """Blank text in an assistant turn does not count, because clients drop it. Elsewhere it does."""
     answer = turn.role == "assistant"
     parts = tuple(_part(block) for block in turn.blocks if not (answer and _is_blank(block)))
     return TurnDigest(turn.role, answer_key(turn) if answer else _key(turn, parts), parts)

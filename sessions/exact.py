@@ -4,8 +4,8 @@ A turn that the client sends back is found by a normalised tool-call id, by the 
 or by its link: a hash chain over the keys of all turns up to it, so that the same words after the same words are told
 apart by what came before them. It is taken for the sampled one only when it still means the same (see ``echo``).
 
-Whoever is found goes on with the link it was recorded with, whatever has become of the turns before it: an edit costs
-answers without calls or tickets their tokens only until the next answer that has them.
+A turn that is found continues the chain with the link it was recorded with, whatever has become of the turns before it.
+So after an edit, answers without calls or tickets lose their exact tokens only up to the next answer that has some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sessions.echo import Schemas, same_turn
 Verdict = Literal["exact", "edited", "unknown"]
 
 NAMESAKES = 8
-"""Answers that one name can find at most, the latest: equal answers to the same turns."""
+"""How many answers one name finds at most, the latest ones: equal answers to the same turns share a name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Between sessions and what is kept of them on disk: what is written when, and under which names."""
+"""Between sessions and the disk: what is written when, and under which names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Keeper:
         return found
 
     def wake(self, session: Session) -> None:
-        """What cannot be read is as if it had never been."""
+        """Values that cannot be read are treated as missing."""
         try:
             wake(session, self._persist.read(self._group(session)))
         except RecordError as error:
@@ -76,15 +76,15 @@ class Keeper:
             self._write(session, values_of(session))
 
     def forget(self, session: Session, *, erase: bool = False) -> None:
-        """``erase``: because a person wants that, without a trace."""
+        """``erase``: a person asked for it, so no trace may be left."""
         self._persist.drop(self._group(session), erase=erase)
 
     def flush(self, timeout: float) -> bool:
-        """Whether everything is on disk, or off it, within so many seconds. In any thread."""
+        """Whether everything is written, or erased, within so many seconds. In any thread."""
         return self._persist.flush(timeout)
 
     def forget_all(self) -> int:
-        """Whatever is kept, and whose; how many sessions that were."""
+        """Drops everything, of every model; how many sessions that were."""
         return sum(not group.startswith(_NO_SESSIONS) for group in self._persist.drop_all())
 
     def habits(self) -> dict[str, Counts]:
@@ -118,7 +118,7 @@ class Keeper:
         self._persist.write(self._leads(harness), head, {}, used=now, pinned=True)
 
     def forget_leads(self, harness: str) -> None:
-        """Without a trace: they are words of somebody's."""
+        """Leaves no trace: leads are words from somebody's prompts."""
         self._persist.drop(self._leads(harness), erase=True)
 
     def close(self) -> None:

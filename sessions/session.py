@@ -94,8 +94,9 @@ class Branch:
     keys: dict[bytes, None] = field(default_factory=dict)
 
     def remember(self, asked: Asked) -> None:
-        """A request for a summary never takes a place: the conversation may go on as if it had not been. Who takes a
-        place takes the slot too: most of what is written there stays as it is."""
+        """Remembers a prompt, in place of one that it continues. A request for a summary replaces none: the
+        conversation may go on as if it had not been sent. A replaced prompt hands on its slot, where most of what is
+        written stays the same."""
         places = list(zip(self.slots, self.pasts, strict=True))
         continued = [
             slot
@@ -139,7 +140,7 @@ class Session:
         self.empty()
 
     def empty(self) -> None:
-        """Forgets what can be read again."""
+        """Forgets what can be read from disk again."""
         self.journal = Journal(self._limits.session_tokens)
         self.history: deque[RequestRecord] = deque(maxlen=self._limits.history)
         for branch in self.branches.values():

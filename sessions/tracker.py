@@ -104,7 +104,7 @@ class Sessions:
         return self._place(meta, conversation, keep=False).conversation
 
     def list(self, namespace: str = "") -> list[SessionSummary]:
-        """Those of one namespace, the most recently used first."""
+        """The sessions of one namespace, the most recently used first."""
         return [session.summary() for session in reversed(self._sessions.values()) if session.namespace == namespace]
 
     def get(self, id: str, namespace: str = "") -> SessionDetail | None:
@@ -173,7 +173,7 @@ class Sessions:
         return self._keeper.flush(timeout)
 
     def close(self) -> None:
-        """What was not written yet is written."""
+        """Writes what was not written yet."""
         self._keeper.close()
 
     # ── idle time ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -408,9 +408,9 @@ class Sessions:
         self._drop_surplus(session)
 
     def _drop_surplus(self, spared: Session | None = None) -> None:
-        """The namespace that holds the most loses its least recently used: whoever floods loses its own. Where only
-        memory is short and they can be read again, they go to sleep instead. The last used of all and ``spared`` stay:
-        their journals are bounded by themselves."""
+        """Drops the least recently used session of the namespace that holds the most, so that a namespace that floods
+        the server loses its own. Where only memory is short and sessions can be read again, they go to sleep instead.
+        The last used of all and ``spared`` stay: the journal of each is bounded."""
         limits = self._limits
         while len(self._sessions) > 1:
             many = len(self._sessions) > limits.max_sessions

@@ -88,7 +88,7 @@ class Walk:
 
 
 class Walks:
-    """The latest ones."""
+    """The latest walks."""
 
     def __init__(self) -> None:
         self._known: deque[Walk] = deque(maxlen=_KEPT)
@@ -102,7 +102,7 @@ class Walks:
         return best
 
     def keep(self, walk: Walk, instead: Walk) -> None:
-        """``instead``: one that may go, if this one goes on where it ends."""
+        """``instead``: an earlier walk that is dropped if this one continues it."""
         if _common(walk.turns, instead.turns) >= len(instead.turns) - 1 and instead in self._known:
             self._known.remove(instead)
         self._known.append(walk)
@@ -111,8 +111,9 @@ class Walks:
 
 
 def _common(some: Sequence[Turn], others: Sequence[Turn]) -> int:
-    """How many turns both begin with: the same objects, for to compare what they say would take as long as to walk. The
-    first may only be equal: harnesses change what says nothing in it (``harness``), and it is made anew."""
+    """How many turns both begin with. They must be the same objects, because comparing their contents would take as
+    long as walking them anew. The first may be merely equal: volatile lines are taken out of it (``harness``), which
+    makes a new object."""
     if not some or not others or some[0] != others[0]:
         return 0
     same = [*map(operator.is_, some, others)]

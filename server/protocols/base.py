@@ -19,9 +19,9 @@ Sse = tuple[str, Mapping[str, Any] | str]
 
 _T = TypeVar("_T")
 _NEWS = 16
-"""Messages that a request has more than the one before, mostly."""
+"""How many messages a request usually adds to the one before, at most."""
 Items = Annotated[list[_T], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: only that one is reported, and millions would fill the memory."""
+"""A list that is refused at its first wrong item: errors for millions of items would fill the memory."""
 StopStrings = Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
 """Every piece of an answer is searched for each of them."""
 
@@ -33,12 +33,12 @@ class Wire(BaseModel):
 
     @cached_property
     def made(self) -> dict[str, Any]:
-        """What was made of it, by name: messages come again with each request of a conversation (``bodies``)."""
+        """A cache of what was made of this value, by name: messages come again with each request (``bodies``)."""
         return {}
 
 
 def turns_before(items: Sequence[Wire]) -> tuple[int, tuple[Turn, ...]]:
-    """How many of these items were made turns of when they came before (``keep_turns``), and the turns."""
+    """How many of these items became turns in an earlier request (``keep_turns``), and those turns."""
     for at in range(len(items) - 1, max(len(items) - _NEWS, 0), -1):
         turns = items[at].made.pop("before", None)
         if turns is not None:
@@ -47,7 +47,7 @@ def turns_before(items: Sequence[Wire]) -> tuple[int, tuple[Turn, ...]]:
 
 
 def keep_turns(item: Wire, turns: tuple[Turn, ...]) -> None:
-    """``turns`` are what the items before this one say, wherever it stands behind them: they are the same items."""
+    """Remembers ``turns``, which the items before this one became. An item is always preceded by the same items."""
     item.made["before"] = turns
 
 

@@ -22,7 +22,7 @@ def _strings(value: object) -> object:
 
 
 def _few(value: object) -> object:
-    """Counted before it is looked at: of a mapping, every wrong entry would be reported."""
+    """Counts the entries before they are checked: pydantic would report every wrong one."""
     if isinstance(value, dict) and len(value) > _MAX_BIASES:
         raise ValueError(f"at most {_MAX_BIASES} tokens may have a bias")
     return value
