@@ -20,7 +20,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from parsers.alternatives import alternatives
@@ -32,7 +32,7 @@ from parsers.memory import Memory
 from parsers.messages import Item, Plan, Planner, RenderError, Traits, quoted
 from parsers.prompt import Pieces, Prompt, Span, SpanKind, TurnKind, Writer
 from parsers.rope import Rope
-from parsers.stems import Mark, Stem, Stems
+from parsers.stems import Draft, Mark, Stem, Stems
 from parsers.template import ChatTemplate, TemplateRefusal
 from parsers.tokens import Tokenizer
 from parsers.turns import Block, Finder, Part, Parts, common
@@ -124,13 +124,13 @@ class Renderer:
         blocks = self._behind_stem(draft)
         return None if blocks is None else self._write(draft, blocks, remember=True)
 
-    def _draft(self, conversation: Conversation, thinking: bool, effort: Effort | None, stem: Stem | None) -> _Draft:
+    def _draft(self, conversation: Conversation, thinking: bool, effort: Effort | None, stem: Stem | None) -> Draft:
         """Raises RenderError."""
         plan = self._planner.plan(conversation, stem.plan if stem else None)
         text = self._text(plan, conversation, thinking, effort)
-        return _Draft(conversation, thinking, effort, plan, text, stem)
+        return Draft(conversation, thinking, effort, plan, text, stem)
 
-    def _write(self, draft: _Draft, blocks: list[Block], remember: bool) -> Prompt:
+    def _write(self, draft: Draft, blocks: list[Block], remember: bool) -> Prompt:
         """``blocks``: those of the text behind the stem. Raises RenderError."""
         conversation, plan, stem = draft.conversation, draft.plan, draft.stem
         if plan.continues:
@@ -163,7 +163,7 @@ class Renderer:
         """How many turns of it are remembered as they were rendered."""
         return self._stems.turns(conversation)
 
-    def _behind_stem(self, draft: _Draft) -> list[Block] | None:
+    def _behind_stem(self, draft: Draft) -> list[Block] | None:
         """The blocks behind the stem; None without one, and where the text does not go on as it did."""
         text, stem = draft.text, draft.stem
         if stem is None or not text.begins_with(stem.text):
@@ -243,28 +243,10 @@ class Renderer:
         return self._ids.of(sampled.ids, lambda: self._written.of(self._sampled_text(sampled.ids)[0]))
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A conversation as the template writes it. ``stem``: what it begins with, where that was rendered before."""
-
-    conversation: Conversation
-    thinking: bool
-    effort: Effort | None
-    plan: Plan
-    text: Rope
-    stem: Stem | None
-
-    def stem_up_to(self, plan: Plan, mark: Mark) -> Stem:
-        """What the next prompt of the conversation will begin with."""
-        conversation = self.conversation
-        told = (conversation.turns[: plan.turn], conversation.tools, self.thinking, self.effort)
-        return Stem(*told, plan, self.text.upto(mark.end), mark)
-
-
 class _Rendering:
     """A draft as it is written. ``mark``: what the next stem begins with."""
 
-    def __init__(self, renderer: Renderer, draft: _Draft, writer: Writer) -> None:
+    def __init__(self, renderer: Renderer, draft: Draft, writer: Writer) -> None:
         conversation, stem = draft.conversation, draft.stem
         self._renderer, self._conversation, self._plan, self._writer = renderer, conversation, draft.plan, writer
         self._format, self._traits = renderer.format, renderer.traits

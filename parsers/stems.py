@@ -77,6 +77,24 @@ class Stem:
         return len(self.turns) <= _MANY_TURNS and sum(sizes) <= _LITTLE
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A conversation as the template writes it. ``stem``: what it begins with, where that was rendered before."""
+
+    conversation: Conversation
+    thinking: bool
+    effort: Effort | None
+    plan: Plan
+    text: Rope
+    stem: Stem | None
+
+    def stem_up_to(self, plan: Plan, mark: Mark) -> Stem:
+        """What the next prompt of the conversation will begin with."""
+        conversation = self.conversation
+        told = (conversation.turns[: plan.turn], conversation.tools, self.thinking, self.effort)
+        return Stem(*told, plan, self.text.upto(mark.end), mark)
+
+
 class Stems:
     """The latest stems. Safe to share between threads."""
 
