@@ -32,6 +32,8 @@ _EXCHANGE = 2e4
 _DEVICE_BYTES, _DEVICE_FLOPS = 1e12, 1e14
 """Per second: of a middling GPU. What there is, is learnt."""
 _REPEATS, _MANY = 5, 16
+_FAR = 8
+"""Standard deviations from the mean that no expert's rows are expected beyond."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,21 @@ def uniform(rows: int, ranks: int, experts: int) -> float:
     return experts * (1 - (1 - ranks / experts) ** rows)
 
 
-def expected(costs: Costs, rows: int, ranks: int, experts: int) -> list[int]:
+def expected(costs: Costs, rows: int, ranks: int, experts: int) -> tuple[int, ...]:
     """Rows of each expert that is used, most first: as equally likely ones have them, spread over fewer."""
-    room = max(ranks, round(experts * costs.spread))
+    return _spread(rows, ranks, max(ranks, round(experts * costs.spread)))
+
+
+@lru_cache(maxsize=64)
+def _spread(rows: int, ranks: int, room: int) -> tuple[int, ...]:
+    """As ``expected``, over ``room`` experts."""
     chance, below, counts = ranks / room, 0.0, list[int]()
-    for used in range(rows + 1):
+    deviation = math.sqrt(rows * chance * (1 - chance))
+    first, last = (round(rows * chance + far * deviation) for far in (-_FAR, _FAR))
+    for used in range(max(0, first), min(rows, last) + 1):
         below += _binomial(used, rows, chance)
         counts += [used] * (round(room * below) - len(counts))
-    return [count for count in reversed(counts) if count]
+    return tuple(count for count in reversed(counts) if count)
 
 
 @lru_cache(maxsize=64)
