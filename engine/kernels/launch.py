@@ -67,6 +67,31 @@ def prefetch(addresses):
         )
 
 
+@triton.jit
+def ask(address, nbytes):
+    """Ask for ``nbytes`` from ``address`` on, which 16 divides, to come into the second-level cache: all but what is
+    over a multiple of 16 there, none if they are negative. One thread does it for a program."""
+    if AVAILABLE:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred asks;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 asks, thread, 0;
+            setp.gt.and.s32 asks, $2, 0, asks;
+            @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }
+            """,
+            "=r,l,r",
+            [address.to(tl.int64), nbytes & -16],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, early: bool = True, stream: int | None = None, **constants: Any
 ) -> None:

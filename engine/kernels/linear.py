@@ -8,8 +8,8 @@ row's result is the same bits in any company. The input stays in registers from 
 16-bit numbers, which keeps 22 of its 24 bits, or 16 beside weights of bfloat16; rows that are not there are zeros.
 float32 weights are multiplied to about float32.
 
-One row alone, the commonest case by far, has a kernel of its own, which multiplies in float32 and so gives other last
-bits: tensor cores would keep it from reading as fast as memory gives.
+One to four rows, the commonest case by far, have a kernel of their own: many small programs, whose weights are all on
+their way at once, multiply in float32. A row's result is the same bits in any company here too, but others than there.
 
 What stands before and after a matrix in a model is done here too: norms and gates of the input as it is read; the
 residual, the sum over routed experts, the causal convolution as outputs are written. A norm's scale of a row is a
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.kernels.experts import Sums, routed
-from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
+from engine.kernels.launch import ask, begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.limits import shared_memory
 from engine.kernels.pointwise import sigmoid, strides
 from engine.kernels.recurrent import sequences, slide, window
@@ -38,7 +38,7 @@ PLAIN, NORM, GATED_NORM, SILU, SIGMOID = (tl.constexpr(kind) for kind in range(5
 """What is done to the input: nothing; RMSNorm; RMSNorm of heads times silu of a gate; times silu of one, or sigmoid."""
 GROUP = 8
 """Rows of a program; programs of other rows run beside it, and share its reads through the cache."""
-CHUNKS, INNER = 8, 4096
+CHUNKS, INNER = 16, 4096
 """Warps of a program, and how many bytes of an output's weights they have at a time, at the most. They set the order of
 the sums, and so are the same on every GPU."""
 BLOCK, PROGRAMS = 16, 132
@@ -49,13 +49,11 @@ LOW = tl.constexpr(2048)
 STAGES, ROOM = 3, 200 << 10
 """Blocks of 16-bit weights on their way and at work; bytes of shared memory without which one is at work, and a program
 has fewer rows."""
-AHEAD = 2048
-"""Lines of its weights that a program asks for before it waits for the kernels ahead, at the most."""
-OUTPUTS, WIDEST, SHARE = 8, 8192, 512
-"""Of one row: outputs of a program; inputs at the most; and how many of these a warp has. Reads of many small programs
-keep memory busier than those of few that go on."""
-
-
+MOST, OUTPUTS, WIDEST, SHARE = 4, 8, 8192, 512
+"""Of few rows: how many those are; outputs of a program; inputs at the most; and how many of these a warp has. Reads of
+many small programs keep memory busier than those of few that go on."""
+AHEAD = 128 << 10
+"""Bytes of its weights that a program asks for before it waits for the kernels ahead, at the most."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
 UNIT = 64
@@ -119,14 +117,13 @@ def _factors(
 ):  # fmt: skip
     """[chunks, chunk, rows]: what meets the weight, as the sum of one of its type and one / LOW; and each row's sum of
     squares."""
-    values, plain = _inputs(x, gate, _factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD)
+    values, plain = _inputs(x, gate, unit * _factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD)
     squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
     if KIND == GATED_NORM:
         shape: tl.constexpr = values.shape
         heads = tl.reshape(plain * plain, (shape[0], shape[1] // HEAD, HEAD, shape[2]))
         scales = (1.0 / tl.sqrt(tl.sum(heads, axis=2) / HEAD + eps))[:, :, None, :]
         values *= tl.reshape(tl.broadcast_to(scales, (shape[0], shape[1] // HEAD, HEAD, shape[2])), shape)
-    values *= unit
     high = values.to(TYPE)
     return high, ((values - high.to(tl.float32)) * LOW).to(TYPE), squares
 
@@ -164,12 +161,27 @@ def _finished(total, beside, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.c
 
 
 @triton.jit
+def _give_normed(
+    x, gate, norm, normed, row, present, squares, inner, eps, offset,
+    KIND: tl.constexpr, HEAD: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """A program's piece of the inputs of the product."""
+    k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
+    inside = (k < inner) & present[None, :]
+    factor = _factor(norm, k, inside, offset, KIND, HEAD)
+    values, _ = _inputs(x, gate, factor, row[None, :], k, inside, KIND, HEAD)
+    scales = (1.0 / tl.sqrt(squares / inner + eps))[None, :]
+    tl.store(normed + row[None, :] * inner + k, values * scales, mask=inside)
+
+
+@triton.jit
 def _linear(
-    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, parts, eps, offset, unit,
+    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, most, eps, offset,
+    unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
     NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr, STEP: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     begin()
     row = tl.program_id(1) * FEW + tl.arange(0, FEW)
@@ -179,16 +191,22 @@ def _linear(
     along, across = chunk + tl.arange(0, CHUNK)[None, None, :], chunk + tl.arange(0, CHUNK)[None, :, None]
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
-    lines = first.to(tl.int64) * BLOCK * inner + tl.arange(0, AHEAD) * STEP
-    prefetch(weight + tl.minimum(lines, (0 * lines + columns) * inner - 1))
+    if tl.program_id(1) == 0:
+        own = (first * BLOCK).to(tl.int64) * inner
+        ask(weight + own, tl.minimum(tl.minimum(count * BLOCK, columns - first * BLOCK) * inner * SIZE, most))
     wait()
-    high, low, squares = _factors(
-        x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset, unit,
-        KIND, HEAD, weight.dtype.element_ty,
-    )  # fmt: skip
+    if PARTS == 1:
+        high, low, squares = _factors(
+            x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset, unit,
+            KIND, HEAD, weight.dtype.element_ty,
+        )  # fmt: skip
+    else:
+        high = tl.zeros((CHUNKS, CHUNK, FEW), weight.dtype.element_ty)
+        low = high
+        squares = tl.zeros((FEW,), tl.float32)
     total, lower = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32), tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
-    for step in range(count * parts):
-        column, part = (first + step // parts) * BLOCK + tl.arange(0, BLOCK), step % parts * (CHUNKS * CHUNK)
+    for step in range(count * PARTS):
+        column, part = (first + step // PARTS) * BLOCK + tl.arange(0, BLOCK), step % PARTS * (CHUNKS * CHUNK)
         here = column < columns
         tile = weight + column[None, :, None].to(tl.int64) * inner + (part + along)
         tile = tl.load(tile, mask=here[None, :, None] & (part + along < inner), other=0.0)
@@ -196,19 +214,20 @@ def _linear(
             after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
             BIAS, BASE, RANKS, WHOLE, WITH_CPU,
         )  # fmt: skip
-        if (step > 0) & (parts > 1):
-            k, inside = part + across, (part + across < inner) & present[None, None, :]
-            high, low, more = _factors(
-                x, gate, norm, row[None, None, :], k, inside, eps, offset, unit, KIND, HEAD, weight.dtype.element_ty
-            )  # fmt: skip
-            squares = tl.where(part == 0, 0.0, squares) + more
+        if PARTS > 1:  # noqa: SIM102 - Triton would bring in inputs ahead but for a branch, and has no room for them
+            if rows > 0:
+                k, inside = part + across, (part + across < inner) & present[None, None, :]
+                high, low, more = _factors(
+                    x, gate, norm, row[None, None, :], k, inside, eps, offset, unit, KIND, HEAD, high.dtype
+                )
+                squares = tl.where(part == 0, 0.0, squares) + more
         total, lower = tl.where(part == 0, 0.0, total), tl.where(part == 0, 0.0, lower)
         if tile.dtype == tl.float32:
             total = tl.dot(tile, high, total, input_precision="tf32x3")
         else:
             lower = tl.dot(tile, low, lower)
             total = tl.dot(tile, high, total)
-        if step % parts == parts - 1:
+        if step % PARTS == PARTS - 1:
             result = tl.sum(total + lower * (1 / LOW), axis=0)
             if KIND == NORM:
                 result *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
@@ -219,47 +238,69 @@ def _linear(
         past = window(conv, live, channel, end, row, WIDTH)
         slide(out, conv, live, channel, end, row, columns, past, WIDTH)
     if NORMED:
-        k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
-        inside = (k < inner) & present[None, :]
-        factor = _factor(norm, k, inside, offset, KIND, HEAD)
-        values, _ = _inputs(x, gate, factor, row[None, :], k, inside, KIND, HEAD)
-        scales = (1.0 / tl.sqrt(squares / inner + eps))[None, :]
-        tl.store(normed + row[None, :] * inner + k, values * scales, mask=inside)
+        _give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
 
 
 @triton.jit
-def _row(
-    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset, unit,
+def _threads(INNER: tl.constexpr, THREADS: tl.constexpr):
+    """The inner dimension as threads have it that read 16-bit weights by eight, and float32 by four:
+    [THREADS, rounds, 2, 4]. Nothing is exchanged then to multiply one with the other."""
+    near = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    far = tl.arange(0, THREADS)[:, None] * 8 + tl.arange(0, INNER // (8 * THREADS))[None, :] * (8 * THREADS)
+    return far[:, :, None, None] + near[None, None, :, :]
+
+
+@triton.jit
+def _in_order(values):
+    """[threads, rounds, 2, 4] -> [inner]."""
+    return tl.ravel(tl.permute(values, (1, 0, 2, 3)))
+
+
+@triton.jit
+def _rows(
+    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK: tl.constexpr, INNER: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     begin()
-    row, k, column = tl.arange(0, 1), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, here = k < inner, column < columns
+    row, k, column = tl.arange(0, ROWS), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present, here = row < rows, column < columns
     at = column[:, None].to(tl.int64) * inner + k[None, :]
-    tile = tl.load(weight + at, mask=here[:, None] & inside[None, :], other=0.0)
+    tile = tl.load(weight + at, mask=here[:, None] & (k < inner)[None, :], other=0.0)
+    k = _threads(INNER, THREADS)
+    inside = k < inner
     factor = _factor(norm, k, inside, offset, KIND, HEAD)
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
     wait()
-    beside = _beside(after, row, column, row < 1, here, columns, BIAS, BASE, RANKS, WHOLE, WITH_CPU)
+    beside = _beside(
+        after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
+        BIAS, BASE, RANKS, WHOLE, WITH_CPU,
+    )  # fmt: skip
     if WIDTH:
         past = window(conv, live, column, columns, row, WIDTH)
-    values, plain = _inputs(x, gate, factor, 0, k, inside, KIND, HEAD)
-    scale = 1.0
+    total, squares = tl.zeros((BLOCK, ROWS), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for one in tl.static_range(ROWS):
+        values, plain = _inputs(x, gate, factor, one, k, inside & (k * 0 + one < rows), KIND, HEAD)
+        if KIND == NORM:
+            squares = tl.where(row == one, tl.sum(plain * plain), squares)
+        if KIND == GATED_NORM:
+            heads = tl.reshape(_in_order(plain * plain), (INNER // HEAD, HEAD))
+            scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
+            scales = tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
+            values = _in_order(values) * scales
+        else:
+            values = _in_order(values)
+        total = tl.where(row[None, :] == one, tl.sum(tile.to(tl.float32) * values[None, :], axis=1)[:, None], total)
     if KIND == NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(plain * plain) / inner + eps)
-    if KIND == GATED_NORM:
-        heads = tl.reshape(plain * plain, (INNER // HEAD, HEAD))
-        scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
-        values *= tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
-    total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * (scale * unit)
-    tl.store(out + column, _finished(total, beside, BIAS, BASE, RANKS), mask=here)
+        total *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
+    total = _finished(total * unit, beside, BIAS, BASE, RANKS)
+    tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
     if WIDTH:
         slide(out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
-        tl.store(normed + k, values * scale, mask=inside & (k // NORMED == tl.program_id(0)))
+        _give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
 
 
 @dataclass(frozen=True)
@@ -321,32 +362,36 @@ def linear(
     inputs = (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, weight.matrix
     past, to = 0 if conv is None else _window(conv), out if normed is None else normed
     after = _after(out, bias, base, shared), past, out, to
-    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    scales = (0.0, 0.0, 1 / weight.unit) if norm is None else (norm.eps, norm.offset, 1 / weight.unit)
     options = {
         "KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2], "BIAS": bias is not None,
-        "BASE": base is not None, **_with(shared), **_through(conv),
+        "BASE": base is not None, **_with(shared), **_through(conv, rows),
         "early": shared is None or shared.sums.layout is None,
     }  # fmt: skip
-    if rows == 1 and inner <= WIDEST:
-        width = next_power_of_2(inner)
+    if rows <= MOST and inner <= WIDEST:
+        width = max(256, next_power_of_2(inner))
+        warps = max(1, width // SHARE)
         block = max(1, (min(OUTPUTS, width // 256) or OUTPUTS) * 2 // size)
         programs = cdiv(columns, block)
         launch(
-            _row, (programs,), *inputs, *after, columns, inner, eps, offset, 1 / weight.unit,
-            BLOCK=block, INNER=width, NORMED=0 if normed is None else cdiv(inner, programs),
-            num_warps=max(1, width // SHARE), **options,
+            _rows, (programs,), *inputs, *after,
+            rows, columns, inner, *scales,
+            BLOCK=block, INNER=width, ROWS=next_power_of_2(rows), THREADS=32 * warps,
+            NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
+            num_warps=warps, **options,
         )  # fmt: skip
         return out
     chunk, few = _chunk(weight.matrix), group(x.device)
     groups, total = cdiv(rows, few), cdiv(columns, BLOCK)
     blocks = cdiv(total * groups, PROGRAMS)
-    programs, parts = cdiv(total, blocks), cdiv(inner, chunk * CHUNKS)
+    programs = cdiv(total, blocks)
     launch(
-        _linear, (programs, groups), *inputs, *after, rows, columns, inner, blocks, parts, eps, offset, 1 / weight.unit,
+        _linear, (programs, groups), *inputs, *after,
+        rows, columns, inner, blocks, AHEAD, *scales,
         NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
         FEW=few, CHANNELS=next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
-        AHEAD=next_power_of_2(min(AHEAD, cdiv(blocks * BLOCK * inner * size, LINE))), STEP=LINE // size,
-        num_warps=CHUNKS, num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
+        SIZE=size, PARTS=cdiv(inner, chunk * CHUNKS), num_warps=CHUNKS,
+        num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
     )  # fmt: skip
     return out
 
@@ -375,10 +420,10 @@ def _window(conv: Conv) -> tuple[Tensor | int, ...]:
     )  # fmt: skip
 
 
-def _through(conv: Conv | None) -> dict[str, int]:
+def _through(conv: Conv | None, rows: int) -> dict[str, int]:
     if conv is None:
         return {"WIDTH": 0, "SEGMENTS": 1}
-    return {"WIDTH": conv.weight.shape[1], "SEGMENTS": next_power_of_2(conv.batch.segments.shape[0])}
+    return {"WIDTH": conv.weight.shape[1], "SEGMENTS": next_power_of_2(rows)}
 
 
 def matmul(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:

@@ -45,9 +45,9 @@ def sums_of(experts: DeviceExperts, x: Tensor, ids: Tensor, weights: Tensor, lay
 class DeviceOps(Composed):
     """Implements ``engine.layers.ops.Ops`` for tensors on ``device``; shapes and meanings are documented there.
 
-    A row's result does not depend on the other rows of a call of 2 to 16 rows; alone, a row's float32 sums are made in
-    another order. Linear layers of more rows are matrix products in the weight's precision, whose results differ from
-    those in the last bits that this precision has.
+    A row's result does not depend on the other rows of a call of 1 to 4, or of 5 to 16; among those, linear layers make
+    float32 sums in another order. Of more rows they are matrix products in the weight's precision, whose results differ
+    from those in the last bits that this precision has.
     """
 
     def __init__(self, experts: DeviceExperts, device: torch.device, attention: Chosen | None = None) -> None:

@@ -16,6 +16,7 @@ from engine.api import PAGE
 from engine.bench_shapes import RandomSource, qwen36
 from engine.experts.layout import FORMATS, Layout
 from engine.kernels import attention, experts, linear, pointwise, recurrent
+from engine.kernels.linear import MOST
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
@@ -124,7 +125,7 @@ def test_shared_experts(rows: int) -> None:
 
 def test_a_row_is_the_same_in_any_company() -> None:
     draw = Draws(0)
-    x, wide, norm, head_norm = draw(5, 384), draw(5, 384), Norm(draw(384), 1e-6), Norm(draw(128), 1e-6)
+    x, wide, norm, head_norm = draw(6, 384), draw(6, 384), Norm(draw(384), 1e-6), Norm(draw(128), 1e-6)
     packed = DEVICE.pack(draw(38, 384))
 
     def run(rows: slice) -> list[Tensor]:
@@ -135,9 +136,12 @@ def test_a_row_is_the_same_in_any_company() -> None:
             DEVICE.add_gated_norm_linear(base, heads, gate, head_norm, packed),
         ]
 
-    together = run(slice(5))
-    for rows in (slice(0, 2), slice(2, 5)):
+    together = run(slice(6))
+    for rows in (slice(0, 5), slice(1, 6)):
         assert all(torch.equal(part, whole[rows]) for part, whole in zip(run(rows), together, strict=True))
+    few = run(slice(MOST))
+    for rows in (slice(0, 1), slice(1, MOST)):
+        assert all(torch.equal(part, whole[rows]) for part, whole in zip(run(rows), few, strict=True))
 
 
 def kernels(module: ModuleType) -> list[ast.FunctionDef]:
