@@ -28,6 +28,7 @@ using std::int64_t;
 
 #if defined(__x86_64__)
 bool vnni() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"); }
+bool vbmi() { return vnni() && __builtin_cpu_supports("avx512vbmi"); }
 #endif
 
 // Whether the processor multiplies tiles of bytes, and the system lets this process: its threads' state grows by 8 KiB.
@@ -48,7 +49,7 @@ bool supported(const char* name) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
-  if (std::strcmp(name, "amx") == 0) return avx512 && vnni() && tiles();
+  if (std::strcmp(name, "amx") == 0) return avx512 && vbmi() && tiles();
   if (std::strcmp(name, "avx512") == 0) return avx512;
   if (std::strcmp(name, "avx2") == 0) return avx2;
 #endif
@@ -67,6 +68,7 @@ const ft::Kernels& kernels_named(const char* name) {
 const ft::Dots& dots_named(const char* name) {
 #if defined(__x86_64__)
   if (std::strcmp(name, "amx") == 0) return ft::amx_dots();
+  if (std::strcmp(name, "avx512") == 0 && vbmi()) return ft::vbmi_dots();
   if (std::strcmp(name, "avx512") == 0 && vnni()) return ft::vnni_dots();
   if (std::strcmp(name, "scalar") != 0) return ft::avx2_dots();
 #endif

@@ -7,20 +7,10 @@ namespace {
 
 constexpr int kMostWords = 4;
 
-// Some processors bring memory that is read in order to themselves better than they are told to, others do not.
-std::int64_t worth_prefetching() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("intel") ? 2048 : 0;
-#else
-  return 4096;
-#endif
-}
-
 }  // namespace
 
 Activations::Activations(const Products* products, std::int64_t depth)
-    : products_(products), depth_(depth), ahead_(worth_prefetching()) {}
+    : products_(products), depth_(depth) {}
 
 void Activations::reserve(std::int64_t pairs) {
   if (pairs <= pairs_) return;
@@ -62,7 +52,8 @@ const float* Activations::floats(std::int64_t first, int size, std::int64_t colu
 
 Integers Activations::integers(std::int64_t first, int size, std::int64_t column) const {
   const std::int64_t at = first * depth_ + column * size;
-  return {&words_[at / 4 * products_->words], &values_[at / kBlock], &starts_[at / kBlock * 2], ahead_};
+  const std::int64_t block = at / kBlock;
+  return {&words_[block * kBlock / 4 * products_->words], &values_[block], &starts_[block * 2], 0, nullptr, 0};
 }
 
 }  // namespace ft

@@ -21,7 +21,7 @@ class Activations {
 
  private:
   const Products* products_;
-  const std::int64_t depth_, ahead_;
+  const std::int64_t depth_;
   std::int64_t pairs_ = 0;
   std::vector<float> values_;  // or the scales
   std::vector<std::int32_t> words_, starts_;

@@ -13,78 +13,94 @@ namespace {
 
 using std::int64_t;
 
-constexpr int kPrefetched = 9;  // lines of a block: all of mxfp4; those of int8 come with them
+// What is to be asked for with a block.
+inline const char* wanted_with(const char* block, const ft::Integers& a) {
+  const char* wanted = block + a.ahead;
+  return wanted < a.end ? wanted : wanted + a.jump;
+}
+
+template <int kBytes>
+inline void ask(const char* wanted) {
+#pragma GCC unroll 16
+  for (int line = 0; line < kBytes / 64; ++line) __builtin_prefetch(wanted + 64 * line);
+}
 
 template <class Format, int kRows>
-void dot(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
+void dot(const ft::Integers& a, const void* panels, int64_t depth, int64_t count, float* c) {
   constexpr int stride = kRows * Format::words;  // of a quad
   constexpr int parts = kRows == 1 ? Format::parts : 1;
-  const char* block = static_cast<const char*>(panel);
-  const std::int32_t *x = a.words, *starts = a.starts;
-  const float* scales = a.scales;
-  for (int64_t k = 0; k < depth; k += ft::kBlock) {
-    for (int line = 0; line < kPrefetched && a.ahead != 0; ++line) __builtin_prefetch(block + a.ahead + 64 * line);
-    for (int lane = 0; lane < ft::kPanel; lane += parts * Vec::width) {
-      typename Format::Sum sums[parts][kRows];
-      for (int part = 0; part < parts; ++part) {
-        for (int row = 0; row < kRows; ++row) sums[part][row] = Format::start(starts + 2 * row);
-      }
+  constexpr int asked = (Format::bytes - Format::codes) / Format::steps;
+  const char* block = static_cast<const char*>(panels);
+  for (int64_t panel = 0; panel < count; ++panel, c += kRows * ft::kPanel) {
+    const std::int32_t *x = a.words, *starts = a.starts;
+    const float* scales = a.scales;
+    for (int64_t k = 0; k < depth; k += ft::kBlock) {
+      const char* wanted = wanted_with(block, a);
+      for (int lane = 0; lane < ft::kPanel; lane += parts * Vec::width) {
+        typename Format::Sum sums[parts][kRows];
+        for (int part = 0; part < parts; ++part) {
+          for (int row = 0; row < kRows; ++row) sums[part][row] = Format::start(starts + 2 * row);
+        }
 #if defined(__AVX512F__)  // with fewer registers the sums would not stay in them
 #pragma GCC unroll 8
 #else
 #pragma GCC unroll 1
 #endif
-      for (int step = 0; step < Format::steps; ++step) {
+        for (int step = 0; step < Format::steps; ++step) {
+          if (lane == 0 && a.ahead != 0) ask<asked>(wanted + step * asked);  // all at once would wait for one another
 #pragma GCC unroll 4
-        for (int part = 0; part < parts; ++part) {
-          const auto weights = Format::load(block + Format::codes + 4 * (lane + part * Vec::width), step);
+          for (int part = 0; part < parts; ++part) {
+            const auto weights = Format::load(block + Format::codes + 4 * (lane + part * Vec::width), step);
 #pragma GCC unroll 12
+            for (int row = 0; row < kRows; ++row) {
+              Format::add(sums[part][row], weights, x + step * Format::quads * stride + row * Format::words, stride);
+            }
+          }
+        }
+        for (int part = 0; part < parts; ++part) {
+          const int column = lane + part * Vec::width;
+          const Vec scale = Format::scale(block, column);
           for (int row = 0; row < kRows; ++row) {
-            Format::add(sums[part][row], weights, x + step * Format::quads * stride + row * Format::words, stride);
+            float* out = c + row * ft::kPanel + column;
+            store(out, fma(Format::value(sums[part][row]), scale * set1(scales[row]), load(out)));
           }
         }
       }
-      for (int part = 0; part < parts; ++part) {
-        const int column = lane + part * Vec::width;
-        const Vec scale = Format::scale(block, column);
-        for (int row = 0; row < kRows; ++row) {
-          float* out = c + row * ft::kPanel + column;
-          store(out, fma(Format::value(sums[part][row]), scale * set1(scales[row]), load(out)));
-        }
-      }
+      block += Format::bytes, x += ft::kBlock / 4 * stride, starts += 2 * kRows, scales += kRows;
     }
-    block += Format::bytes, x += ft::kBlock / 4 * stride, starts += 2 * kRows, scales += kRows;
   }
 }
 
-// As dot, of activations in tiles: a block is a few products of matrices of bytes, [rows][kBlock] by [kBlock][kPanel],
-// one of every word. The next block's are begun before this one's are added, which they do not wait for.
-template <class Tiles, class Format, int kRows>
-void dot_tiles(const ft::Integers& a, const void* panel, int64_t depth, float* c) {
+// As dot, of activations in tiles: a block is a product of matrices of bytes, [words * rows][kBlock] by [kBlock][kPanel].
+// The next block's is begun before this one's is added, which it does not wait for.
+template <class Tiled, class Format, int kRows>
+void dot_tiles(const ft::Integers& a, const void* panels, int64_t depth, int64_t count, float* c) {
   constexpr int words = Format::words;
   constexpr int64_t block_words = kRows * words * ft::kBlock / 4;
-  const char* block = static_cast<const char*>(panel);
-  const float* scales = a.scales;
-  const Tiles tiles(kRows);
+  const int64_t blocks = depth / ft::kBlock;
+  const char* block = static_cast<const char*>(panels);
+  const typename Tiled::template Tiles<words * kRows> tiles;
   alignas(64) std::int32_t sums[2][words][kRows][ft::kPanel];
   alignas(64) std::int8_t room[ft::kBlock * ft::kPanel];
-  tiles.template multiply<words>(a.words, Format::signed_bytes(block, room), sums[0][0][0]);
-  for (int64_t k = 0; k < depth; k += ft::kBlock) {
-    const int64_t number = k / ft::kBlock;
-    for (int line = 0; line < kPrefetched && a.ahead != 0; ++line) __builtin_prefetch(block + a.ahead + 64 * line);
-    if (k + ft::kBlock < depth) {
-      tiles.template multiply<words>(a.words + (number + 1) * block_words,
-                                     Format::signed_bytes(block + Format::bytes, room), sums[(number + 1) % 2][0][0]);
+  tiles.multiply(a.words, Format::signed_bytes(block, room), sums[0][0][0]);
+  for (int64_t number = 0, at = 0; number < count * blocks; ++number) {
+    if (a.ahead != 0) ask<Format::bytes>(wanted_with(block, a));
+    const int64_t next = at + 1 == blocks ? 0 : at + 1;
+    if (number + 1 < count * blocks) {
+      tiles.multiply(a.words + next * block_words, Format::signed_bytes(block + Format::bytes, room),
+                     sums[(number + 1) % 2][0][0]);
     }
     for (int column = 0; column < ft::kPanel; column += Vec::width) {
       const Vec scale = Format::scale(block, column);
       for (int row = 0; row < kRows; ++row) {
         const std::int32_t* sum = &sums[number % 2][0][row][column];
         float* out = c + row * ft::kPanel + column;
-        store(out, fma(Format::value(Format::loaded(sum, kRows * ft::kPanel)), scale * set1(scales[row]), load(out)));
+        const Vec factor = scale * set1(a.scales[at * kRows + row]);
+        store(out, fma(Format::value(Format::loaded(sum, kRows * ft::kPanel)), factor, load(out)));
       }
     }
-    block += Format::bytes, scales += kRows;
+    block += Format::bytes, at = next;
+    if (at == 0) c += kRows * ft::kPanel;
   }
 }
 
@@ -149,33 +165,33 @@ void pack_halves(const std::int32_t* high, const std::int32_t* low, std::int32_t
   }
 }
 
-// Tiles of a table: `rows` at most, of several rows from `from` on.
-struct NoTiles {
+// Of a table: `rows` of a tile at most, by matrices from `from` on.
+struct NotTiled {
   static constexpr int rows = Vec::tile_rows, from = rows + 1;
 };
 
-template <class Tiles, class Format, int kRows = 1>
+template <class Tiled, class Format, int kRows = 1>
 constexpr void fill_dots(ft::Dot (&dots)[ft::kMaxTileRows]) {
-  if constexpr (kRows >= Tiles::from) {
-    dots[kRows - 1] = dot_tiles<Tiles, Format, kRows>;
+  if constexpr (kRows >= Tiled::from) {
+    dots[kRows - 1] = dot_tiles<Tiled, Format, kRows>;
   } else {
     dots[kRows - 1] = dot<Format, kRows>;
   }
-  if constexpr (kRows < Tiles::rows) fill_dots<Tiles, Format, kRows + 1>(dots);
+  if constexpr (kRows < Tiled::rows) fill_dots<Tiled, Format, kRows + 1>(dots);
 }
 
-template <class Tiles, class Format>
+template <class Tiled, class Format>
 constexpr ft::Products make_products() {
-  ft::Products products{Format::words, Tiles::from, {}, split<Format>};
-  fill_dots<Tiles, Format>(products.dots);
+  ft::Products products{Format::words, Tiled::from, {}, split<Format>};
+  fill_dots<Tiled, Format>(products.dots);
   return products;
 }
 
-template <class Tiles = NoTiles>
+template <class Tiled = NotTiled>
 constexpr ft::Dots make_dots() {
-  return {Tiles::rows,
-          {make_products<Tiles, Int8<false>>(), make_products<Tiles, Int8<true>>()},
-          {make_products<Tiles, Mxfp4<false>>(), make_products<Tiles, Mxfp4<true>>()}};
+  return {Tiled::rows,
+          {make_products<Tiled, Int8<false>>(), make_products<Tiled, Int8<true>>()},
+          {make_products<Tiled, Mxfp4<false>>(), make_products<Tiled, Mxfp4<true>>()}};
 }
 
 }  // namespace

@@ -10,17 +10,12 @@ void pack_bytes(const std::int32_t* high, const std::int32_t* low, std::int32_t*
 constexpr std::int8_t kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // What the AMX unit does, so that what is common to both is tested on every machine.
-class Tiles {
- public:
-  static constexpr int rows = 16, from = 1;
-
-  explicit Tiles(int count) : count_(count) {}
-
-  // sums[word][row][column] = sum over k of x[word][row][k] * weights[k / 4][column][k % 4].
-  template <int kWords>
+template <int kRows>
+struct Tiles {
+  // sums[row][column] = sum over k of x[row][k] * weights[k / 4][column][k % 4].
   void multiply(const std::int32_t* x, const std::int8_t* weights, std::int32_t* sums) const {
     const std::int8_t* row = reinterpret_cast<const std::int8_t*>(x);
-    for (int i = 0; i < kWords * count_; ++i, row += ft::kBlock, sums += ft::kPanel) {
+    for (int i = 0; i < kRows; ++i, row += ft::kBlock, sums += ft::kPanel) {
       for (int column = 0; column < ft::kPanel; ++column) sums[column] = 0;
       for (int quad = 0; quad < ft::kBlock / 4; ++quad) {
         const std::int8_t *a = row + 4 * quad, *w = weights + 4 * quad * ft::kPanel;
@@ -30,9 +25,12 @@ class Tiles {
       }
     }
   }
+};
 
- private:
-  const int count_;
+struct Emulated {
+  static constexpr int rows = 16, from = 1;
+  template <int kRows>
+  using Tiles = ::Tiles<kRows>;
 };
 
 struct Parts {
@@ -93,7 +91,7 @@ struct Mxfp4 : Scalar<kExact> {
 
 namespace ft {
 const Dots& scalar_dots() {
-  static constexpr Dots table = make_dots<Tiles>();
+  static constexpr Dots table = make_dots<Emulated>();
   return table;
 }
 }  // namespace ft

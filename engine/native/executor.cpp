@@ -26,10 +26,22 @@ void store_line(std::uint64_t* line, std::uint64_t value) { __atomic_store_n(lin
 
 // Every task is as long a stretch of memory as can be: processors bring ahead what is read in order. Of gate_up each
 // thread gets some of the same size, as whoever is done early goes on with down. Down's become smaller towards the end,
-// where all should be done together, down to a unit: so many panels of few groups, or of many.
+// where all should be done together, down to a unit of so many panels.
 constexpr int kTasksPerThread = 4;
-constexpr std::int64_t kFewGroups = 4, kUnitOfFew = 2, kUnitOfMany = 4;
+constexpr std::int64_t kUnit = 4;
 constexpr std::int64_t kGatheredBlocks = 16;
+// Weights are asked for so many bytes before they are needed, and more of them by a task that waits for activations.
+constexpr std::int64_t kAhead = 4096, kWarm = 8192;
+
+// Some processors bring memory that is read in order to themselves better than they are told to, others do not.
+bool worth_asking() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
 
 }  // namespace
 
@@ -46,11 +58,12 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       products_(products_of(dots, spec)),
       tile_rows_(products_ == nullptr ? kernels.tile_rows : dots.tile_rows),
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
+      asks_(products_ != nullptr && worth_asking()),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
       gate_ups_left_(new PartsLeft[spec.rows * spec.ranks]),
       downs_left_(new Left[spec.hidden / kPanel]),
-      halves_(new std::atomic<bool>[spec.rows * spec.ranks * spec.inner / kBlock]),
+      halves_(new std::atomic<bool>[spec.rows * spec.ranks * spec.inner / kBlock]()),
       single_(products_, spec.hidden),
       gathered_(products_, spec.hidden),
       inner_(products_, spec.inner),
@@ -100,9 +113,9 @@ void Executor::compute(std::int64_t layer, std::int64_t rows, const float* x, co
 void Executor::run_tasks(std::int64_t layer, std::int64_t rows, const float* x, const float* weights, float* y) {
   reserve(rows);
   make_tasks(rows);
-  threads_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t index, int thread) {
+  threads_.run(task_count_, [&](std::int64_t number, int thread) {
     if (thread == 0) watch();
-    const Task& task = tasks_[index];
+    const Task task = task_of(number);
     switch (task.kind) {
       case Kind::gather:
         return gather(task, x);
@@ -169,6 +182,7 @@ void Executor::make_tasks(std::int64_t rows) {
   const std::int64_t groups = static_cast<std::int64_t>(groups_.size());
   const std::int64_t wanted = kTasksPerThread * threads_.size();
   tasks_.clear();
+  task_count_ = 0;
   make_gathers(rows);
   const std::int64_t all = parts_computed_ * spec_.inner / spec_.parts / kHalf;
   const std::int64_t most = std::max<std::int64_t>(1, all / wanted);
@@ -178,9 +192,7 @@ void Executor::make_tasks(std::int64_t rows) {
       add_tasks(Kind::gate_up, group, part, width(part) / kHalf, ceil_div(width(part) / kHalf, most));
     }
   }
-  for (std::int64_t i = 0; i < groups * spec_.inner / kBlock; ++i) halves_[i].store(false, std::memory_order_relaxed);
-  unit_ = groups < kFewGroups ? kUnitOfFew : kUnitOfMany;
-  const std::int64_t units = ceil_div(panels(), unit_);
+  const std::int64_t units = ceil_div(panels(), kUnit);
   for (std::int64_t i = 0; i < units; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::int64_t share = std::max<std::int64_t>(1, (groups - group - 1) * panels() / threads_.size());
@@ -201,13 +213,21 @@ void Executor::make_gathers(std::int64_t rows) {
     const std::int64_t pieces = std::min(ceil_div(blocks, kGatheredBlocks), ceil_div(threads_.size(), count));
     for (std::int64_t of = 0; of < count; ++of) add_tasks(Kind::gather, of, 0, blocks, pieces);
   }
-  gathers_left_.tasks.store(static_cast<std::int64_t>(tasks_.size()), std::memory_order_relaxed);
+  gathers_left_.tasks.store(task_count_, std::memory_order_relaxed);
 }
 
-void Executor::add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t units, std::int64_t pieces) {
-  for (std::int64_t i = 0; i < pieces; ++i) {
-    tasks_.push_back({kind, of, part, units * i / pieces, units * (i + 1) / pieces});
-  }
+void Executor::add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t count, std::int64_t pieces) {
+  const auto small = [](std::int64_t x) { return static_cast<std::int32_t>(x); };
+  const std::int64_t step = ceil_div(count, pieces);
+  tasks_.push_back({small(task_count_), small(of), small(count), small(step), kind, static_cast<std::int8_t>(part)});
+  task_count_ += ceil_div(count, step);
+}
+
+Executor::Task Executor::task_of(std::int64_t number) const {
+  const auto later = [](std::int64_t wanted, const Tasks& tasks) { return wanted < tasks.first; };
+  const Tasks& tasks = std::upper_bound(tasks_.begin(), tasks_.end(), number, later)[-1];
+  const std::int64_t begin = (number - tasks.first) * tasks.step;
+  return {tasks.kind, tasks.of, tasks.part, begin, std::min<std::int64_t>(begin + tasks.step, tasks.count)};
 }
 
 void Executor::gather(const Task& task, const float* x) {
@@ -222,32 +242,52 @@ const char* Executor::section(std::int64_t layer, const Group& group, std::int64
          3 * (spec_.bounds[part] / kBlock) * (spec_.hidden / kBlock) * block_bytes_;
 }
 
+// Asks for the first bytes of a stretch, for which no block before it does.
+void Executor::warm(const char* begin, const Stretch& stretch, std::int64_t most) const {
+  const char* const end = asks_ ? std::min(begin + most, stretch.end) : begin;
+  for (const char* line = begin; line < end; line += 64) {
+    __builtin_prefetch(line);
+    asm volatile("");  // compilers remove loops of nothing else
+  }
+}
+
 void Executor::product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
-                       const char* panel, std::int64_t depth, bool fresh, float* c) const {
+                       const char* panels, std::int64_t depth, std::int64_t count, const Stretch& stretch, bool fresh,
+                       float* c) const {
+  const std::int64_t outputs = size * kPanel;
   if (products_ != nullptr) {
-    if (fresh) std::fill_n(c, size * kPanel, 0.0f);
-    products_->dots[size - 1](tiles.integers(first, size, column), panel, depth, c);
+    if (fresh) std::fill_n(c, count * outputs, 0.0f);
+    Integers a = tiles.integers(first, size, column);
+    a.ahead = asks_ ? kAhead : 0, a.end = stretch.end;
+    a.jump = stretch.next == nullptr ? -kAhead : stretch.next - stretch.end;  // to what is there, or to the next one
+    products_->dots[size - 1](a, panels, depth, count, c);
     return;
   }
   alignas(64) float sums[kMaxTileRows * kPanel];
   const float* a = row != nullptr ? row : tiles.floats(first, size, column);
-  tile_kernel(kernels_, true, size)(a, panel, depth, fresh ? c : sums);
-  for (int i = 0; i < size * kPanel && !fresh; ++i) c[i] += sums[i];
+  for (std::int64_t panel = 0; panel < count; ++panel, panels += panel_bytes(depth, true), c += outputs) {
+    tile_kernel(kernels_, true, size)(a, panels, depth, fresh ? c : sums);
+    for (int i = 0; i < outputs && !fresh; ++i) c[i] += sums[i];
+  }
 }
 
 void Executor::gate_up(const Task& task, std::int64_t layer, const float* x) {
   const Group& group = groups_[task.of];
   const std::int64_t panel_bytes = spec_.hidden / kBlock * block_bytes_;
   alignas(64) float c[kMaxTileRows * kPanel], activated[kMaxTileRows * kHalf];
-  wait_until([&] { return gathers_left_.tasks.load(std::memory_order_acquire) == 0; });
+  const auto gathered = [&] { return gathers_left_.tasks.load(std::memory_order_acquire) == 0; };
+  const char* const start = section(layer, group, task.part);
+  const Stretch stretch{start + task.end * panel_bytes, nullptr};
+  warm(start + task.begin * panel_bytes, stretch, gathered() ? kAhead : kWarm);
+  wait_until(gathered);
   for (std::int64_t panel = task.begin; panel < task.end; ++panel) {
-    const char* weights = section(layer, group, task.part) + panel * panel_bytes;
+    const char* weights = start + panel * panel_bytes;
     const std::int64_t column = spec_.bounds[task.part] + panel * kHalf, unit = column / kBlock;
     for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
       const int size = group.tiling.size(tile);
       const std::int64_t first = group.entry + group.tiling.begin(tile), row = entries_[first] / spec_.ranks;
       product(size == 1 ? single_ : gathered_, size == 1 ? x + row * spec_.hidden : nullptr, size == 1 ? row : first,
-              size, 0, weights, spec_.hidden, true, c);
+              size, 0, weights, spec_.hidden, 1, stretch, true, c);
       for (int i = 0; i < size; ++i) {
         const std::int64_t at = first * spec_.inner + (unit * size + i) * kBlock + column % kBlock;
         float* target = products_ == nullptr ? activated : &activated_[at];
@@ -255,7 +295,11 @@ void Executor::gate_up(const Task& task, std::int64_t layer, const float* x) {
         if (products_ == nullptr) inner_.put(first, size, i, column, activated, kHalf);
       }
     }
-    if (products_ != nullptr && halves_[task.of * (spec_.inner / kBlock) + unit].exchange(true)) put_inner(group, unit);
+    if (products_ == nullptr) continue;
+    std::atomic<bool>& half = halves_[task.of * (spec_.inner / kBlock) + unit];
+    if (!half.exchange(true)) continue;
+    half.store(false, std::memory_order_relaxed);
+    put_inner(group, unit);
   }
   left_of(task.of, task.part).fetch_sub(task.end - task.begin, std::memory_order_release);
 }
@@ -274,26 +318,27 @@ void Executor::put_inner(const Group& group, std::int64_t unit) {
 
 void Executor::down(const Task& task, std::int64_t layer) {
   const Group& group = groups_[task.of];
-  const std::int64_t begin = task.begin * unit_, end = std::min(panels(), task.end * unit_);
+  const std::int64_t begin = task.begin * kUnit, end = std::min(panels(), task.end * kUnit);
+  const auto panel_at = [&](std::int64_t part, std::int64_t panel) {
+    return section(layer, group, part) +
+           (width(part) / kHalf * (spec_.hidden / kBlock) + panel * (width(part) / kBlock)) * block_bytes_;
+  };
   for (std::int64_t part = group.first_part; part < spec_.parts; ++part) {
+    const Stretch stretch{panel_at(part, end), part + 1 < spec_.parts ? panel_at(part + 1, begin) : nullptr};
+    if (part == group.first_part) warm(panel_at(part, begin), stretch, kAhead);
     wait_until([&] { return left_of(task.of, part).load(std::memory_order_acquire) == 0; });
-    const std::int64_t gate_up_blocks = width(part) / kHalf * (spec_.hidden / kBlock);
-    const char* start = section(layer, group, part) + gate_up_blocks * block_bytes_;
-    for (std::int64_t panel = begin; panel < end; ++panel) {
-      const char* weights = start + panel * (width(part) / kBlock) * block_bytes_;
-      for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
-        const int size = group.tiling.size(tile);
-        const std::int64_t first = group.entry + group.tiling.begin(tile);
-        product(inner_, nullptr, first, size, spec_.bounds[part], weights, width(part), part == group.first_part,
-                outputs_.data() + first * spec_.hidden + panel * size * kPanel);
-      }
+    for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
+      const int size = group.tiling.size(tile);
+      const std::int64_t first = group.entry + group.tiling.begin(tile);
+      product(inner_, nullptr, first, size, spec_.bounds[part], panel_at(part, begin), width(part), end - begin, stretch,
+              part == group.first_part, outputs_.data() + first * spec_.hidden + begin * size * kPanel);
     }
   }
 }
 
 // The columns of a unit, once all groups have theirs.
 void Executor::combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const {
-  const std::int64_t begin = unit * unit_, end = std::min(panels(), begin + unit_);
+  const std::int64_t begin = unit * kUnit, end = std::min(panels(), begin + kUnit);
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t panel = begin; panel < end; ++panel) {
       float* sum = y + row * spec_.hidden + panel * kPanel;

@@ -69,10 +69,20 @@ class Executor {
     int size, place;
   };
   // Blocks [begin, end) of a Gather, or panels of a group's part, or units of all its parts.
-  enum class Kind { gather, gate_up, down };
+  enum class Kind : std::int8_t { gather, gate_up, down };
   struct Task {
     Kind kind;
     std::int64_t of, part, begin, end;
+  };
+  // The tasks from number `first` on: of so many blocks, panels or units each has `step`, the last one the rest.
+  struct Tasks {
+    std::int32_t first, of, count, step;
+    Kind kind;
+    std::int8_t part;
+  };
+  // Weights that a thread reads in order up to `end`, and then from `next` on, which is null where it is not known.
+  struct Stretch {
+    const char *end, *next;
   };
   // Where a pair is: in row `row` of the tile of `size` pairs that begins at entry `first`; size 0: nowhere.
   struct Place {
@@ -100,9 +110,12 @@ class Executor {
   void put_inner(const Group& group, std::int64_t unit);
   void down(const Task& task, std::int64_t layer);
   void combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const;
-  void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t units, std::int64_t pieces);
+  void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t count, std::int64_t pieces);
+  Task task_of(std::int64_t number) const;
   void product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
-               const char* panel, std::int64_t depth, bool fresh, float* c) const;
+               const char* panels, std::int64_t depth, std::int64_t count, const Stretch& stretch, bool fresh,
+               float* c) const;
+  void warm(const char* begin, const Stretch& stretch, std::int64_t most) const;
   const char* section(std::int64_t layer, const Group& group, std::int64_t part) const;
   std::atomic<std::int64_t>& left_of(std::int64_t group, std::int64_t part) const {
     return gate_ups_left_[group].panels[part];
@@ -120,6 +133,7 @@ class Executor {
   const Products* const products_;  // of integers; null for floats
   const int tile_rows_;
   const std::int64_t block_bytes_;
+  const bool asks_;  // for weights before they are needed
   std::mutex mutex_;  // one computation at a time
   ThreadPool threads_;
 
@@ -127,15 +141,15 @@ class Executor {
   std::vector<Place> places_;          // of a pair
   std::vector<Group> groups_;
   std::vector<Gather> gathers_;
-  std::vector<Task> tasks_;
+  std::vector<Tasks> tasks_;
+  std::int64_t task_count_ = 0;
   Left gathers_left_;
   std::unique_ptr<PartsLeft[]> gate_ups_left_;  // panels of a group's parts
   std::unique_ptr<Left[]> downs_left_;     // groups, by unit
-  std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there
+  std::unique_ptr<std::atomic<bool>[]> halves_;  // [group][inner / kBlock]: one of two panels is there, not the other
   Activations single_, gathered_, inner_;
   std::vector<float> activated_;  // [entry of the tile][inner / kBlock][size][kBlock]
   std::vector<float> outputs_;    // [entry of the tile][panel][size][kPanel]
-  std::int64_t unit_ = 1;  // panels of down that are computed together at the least
   std::int64_t parts_computed_ = 0;
 
   std::mutex error_mutex_;

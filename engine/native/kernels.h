@@ -29,11 +29,13 @@ struct Integers {
   const float* scales;         // [depth / kBlock][rows]
   const std::int32_t* starts;  // [depth / kBlock][rows][2], with which the sums of high and of low begin
   std::int64_t ahead;          // what so many bytes after a block is asked for when it is computed; 0: nothing
+  const char* end;             // where that is from here on, it is `jump` bytes further on
+  std::int64_t jump;
 };
 
-// c[r][column] += block after block, (a's scale * the weights' scale) * (128 * the exact integer product with
-// high + that with low), rounded where the latter two are added.
-using Dot = void (*)(const Integers& a, const void* panel, std::int64_t depth, float* c);
+// Of `count` panels one after the other, c[panel][r][column] += block after block, (a's scale * the weights' scale) *
+// (128 * the exact integer product with high + that with low), rounded where the latter two are added.
+using Dot = void (*)(const Integers& a, const void* panels, std::int64_t depth, std::int64_t count, float* c);
 
 // Words of four activations, `words` of each: [depth / 4][rows][words], and of at least `tiled` rows
 // [depth / kBlock][words][rows][kBlock / 4].
@@ -94,6 +96,7 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Dots& avx2_dots();
 const Dots& vnni_dots();
+const Dots& vbmi_dots();
 const Dots& amx_dots();
 #endif
 
