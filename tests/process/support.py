@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.api import Request, Sampling
 
@@ -37,7 +35,3 @@ def child_environment() -> dict[str, str]:
 
 def asked(request_id: str, tokens: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5) -> Request:
     return Request(request_id, tokens, Sampling(max_tokens=max_tokens))
-
-
-def run_async(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, HANG_SECONDS))

@@ -18,7 +18,9 @@ from engine.api import Done, EngineConfig, Failed, Request, Reuse, Sampling, Sto
 from engine.client import EngineClient
 from engine.messages import LoadFailed, Loading, Ready, Status, config_to_json, parse_status
 from engine.worker import EXIT_UNSERVABLE, Unservable, open_worker_store
-from tests.process.support import HANG_SECONDS, child_environment, run_async
+from tests.process.support import HANG_SECONDS, child_environment
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,8 @@ async def generate(client: EngineClient, name: str, prompt: tuple[int, ...], sam
     return sampled
 
 
-def test_real_tokens_over_a_real_socket(tiny: Path, short_dir: Path) -> None:
-    worker = launch(tiny, short_dir / "s")
-
-    async def scenario() -> None:
+async def test_real_tokens_over_a_real_socket(tiny: Path, short_dir: Path) -> None:
+    async def talk() -> None:
         client = EngineClient()
         info = await client.connect(str(short_dir / "s"))
         assert info.architecture == "qwen3_5_moe"
@@ -92,11 +92,11 @@ def test_real_tokens_over_a_real_socket(tiny: Path, short_dir: Path) -> None:
         assert (await client.stats()).values["running"] == 0
         await client.close()
 
-    with worker:
+    with launch(tiny, short_dir / "s") as worker:
         try:
             reports = statuses(worker)
             assert isinstance(reports[-1], Ready) and any(isinstance(report, Loading) for report in reports)
-            run_async(scenario())
+            await talk()
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(HANG_SECONDS) == 0
         finally:
@@ -111,11 +111,11 @@ async def reuse_of(client: EngineClient, name: str, tokens: tuple[int, ...]) -> 
     raise AssertionError("no end")
 
 
-def test_state_outlives_the_worker(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
+async def test_state_outlives_the_worker(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
     settings = StoreSettings(str(tmp_path / "store"), quota_bytes=1 << 28, host_bytes=1 << 24)
     prompt, known = tuple(i % 200 for i in range(300)), 0
 
-    async def scenario() -> None:
+    async def talk() -> None:
         client = EngineClient()
         await client.connect(str(short_dir / "s"))
         reuse = await reuse_of(client, "r", prompt)
@@ -129,7 +129,7 @@ def test_state_outlives_the_worker(tiny: Path, tmp_path: Path, short_dir: Path) 
         with launch(tiny, short_dir / "s", settings) as worker:
             try:
                 assert isinstance(statuses(worker)[-1], Ready)
-                run_async(scenario())
+                await talk()
                 if how == "sigterm":
                     worker.send_signal(signal.SIGTERM)
                 else:

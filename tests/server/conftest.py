@@ -1,4 +1,4 @@
-"""A model family over plain bytes, once per run; asynchronous tests run on asyncio."""
+"""A model family over plain bytes, once per run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,3 @@ from tests.server.support import build_family
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return build_family(Path(tmp_path_factory.mktemp("family")))
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
