@@ -42,7 +42,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Part:
-    """Milliseconds of processor time. A name that begins with a space is of something that the part before it does."""
+    """Milliseconds of processor time. A name that begins with a space belongs to the part before it."""
 
     name: str
     p50: float
@@ -71,7 +71,7 @@ class _Clock:
 
     @contextmanager
     def inside(self, owner: type, method: str, name: str) -> Iterator[None]:
-        """Times what is called on the way, the calls of one request together."""
+        """Times a method that is called on the way; the calls of one request are added up."""
         plain: Callable[..., Any] = getattr(owner, method)
 
         def timed(*arguments: Any, **options: Any) -> Any:

@@ -120,7 +120,7 @@ def _counts(name: str) -> bool:
 
 
 def amplification(rows: Iterable[Row]) -> float:
-    """What clients waited for over what was new; a request that was cut off counts with the one that repeats it."""
+    """Tokens that clients waited for over new tokens. A request that was cut off counts with its repetition."""
     counted = [row for row in rows if not row.stopped]
     return sum(row.computed for row in counted) / max(1, sum(row.fresh for row in counted))
 
@@ -271,7 +271,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def new_file(text: str) -> Path:
-    """A file to be written, whose folder is there: known before minutes of work, not after."""
+    """A path that can be written. Checked before minutes of work, not after."""
     path = Path(text)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there")

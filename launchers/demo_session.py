@@ -29,7 +29,7 @@ class DemoError(RuntimeError):
 
 
 def run(flags: Sequence[str] = ()) -> int:
-    """The whole demonstration, by servers with these flags, with its exit code."""
+    """Runs the whole demonstration on servers with these flags; its exit code."""
     console = Console(highlight=False)
     try:
         with TemporaryDirectory(prefix="ft-demo-") as scratch:
@@ -80,7 +80,7 @@ def agent_session(console: Console, scratch: Path, flags: Sequence[str] = ()) ->
 
 
 def tell_placed(console: Console, server: ChildServer) -> None:
-    """What computes, and what the worker says of where it put things."""
+    """Prints what computes, and what the worker says about where it put things."""
     lines = server.log.read_text(encoding="utf-8", errors="replace").splitlines()
     told = [line.partition(": ")[2] for line in lines if " engine.device" in line.partition(":")[0]]
     runs_on = server.get("/health")["engine"]["runs_on"]

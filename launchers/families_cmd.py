@@ -26,7 +26,7 @@ _IDS = {"any": "any", "numbered": "functions.NAME:N", "nine": "nine letters and 
 
 @dataclass(frozen=True)
 class Row:
-    """Wire texts have ``⏎`` for a line break."""
+    """One family. Its wire texts show line breaks as ``⏎``."""
 
     family: str
     models: str
@@ -90,7 +90,7 @@ def _shown(text: str) -> str:
 
 
 def markdown(every: Sequence[Row]) -> str:
-    """A table; wire texts are code."""
+    """A table in Markdown, with wire texts as code."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     for row in every:
         wire = map(_code, (row.reasoning, row.call, row.output))
@@ -105,7 +105,7 @@ def _code(text: str) -> str:
 
 
 def show() -> int:
-    """Without the wire texts where the terminal is too narrow for them."""
+    """Prints the table, without the wire texts where the terminal is too narrow."""
     console = Console(highlight=False, markup=False)
     wide = console.width >= WIDE
     shown = [number for number, name in enumerate(COLUMNS[:-1]) if wide or name not in WIRE]

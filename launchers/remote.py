@@ -39,11 +39,11 @@ WORKERS = (
     "split",
     "attention",
 )
-"""Settings of a worker of ours, which a remote engine has not."""
+"""Settings that only a worker of our own has."""
 
 _SAMPLE = "def f(x):\n    return x + 1234567890  # ünïcode 漢字 🙂\n"
 _CONTROLS = 64
-"""So many control tokens, the first by id, are in the sample."""
+"""How many control tokens the sample has, the first by id."""
 
 
 async def connect(settings: ServeSettings, family: Family, model: Path, display: Display) -> RemoteClient:

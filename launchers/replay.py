@@ -30,7 +30,7 @@ from server.script import SayItem, Script
 IDLE_SECONDS = 0.25
 """Waits are cut to this: long enough for work that a server does while nobody asks."""
 QUIET_SECONDS = 6.0
-"""Before a kill that nothing preceded for a while: what was just computed may still be unwritten by design."""
+"""The pause before a kill: what was computed just before may be unwritten by design."""
 TIMEOUT = 120.0
 _PROTOCOLS = {"claude": ANTHROPIC, "codex": responses.PLAIN, "chat": chat.reader(lambda _: [])}
 
@@ -79,7 +79,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     def restart(self, how: str) -> bool:
-        """False if this server cannot be."""
+        """False if this server cannot be restarted."""
 
 
 class Known:

@@ -86,7 +86,7 @@ def constraint(
 
 
 class _Turn:
-    """An answer's grammar. What is free is free but for control tokens that mean something, or are never seen."""
+    """An answer's grammar. Free text may hold no control token that means something or is never visible."""
 
     def __init__(self, wire_format: Format, tokens: Tokens, tools: Sequence[Tool], demand: Demand) -> None:
         self.rules = Rules(tokens.control)

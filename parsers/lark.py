@@ -61,7 +61,7 @@ class Rules:
         return self._names[key]
 
     def _define(self, name: str, body: str, options: str) -> None:
-        """A compiler goes down from rule to rule, and must not go too far."""
+        """Limits the depth of rules: the engine's compiler recurses from rule to rule."""
         self._lines.append(f"{name}{options}: {body}")
         inner = () if body.startswith("%") else _NAMES.findall(body)
         depth = self._depths[name] = 1 + max((self._depths.get(one, 0) for one in inner), default=0)

@@ -76,9 +76,9 @@ class Reads:
 
 @dataclass
 class Record:
-    """One rendering of a loop. For each iteration, and for the end: where its text begins in that of the loop, and what
-    the written attributes were before it. For each iteration, the last place of a window that was read up to its end.
-    The loop's text begins at ``start`` in all of the ``text``."""
+    """One rendering of a loop. ``begins`` and ``states``: for each iteration, and for the end, where its text begins in
+    the loop's, and the written attributes before it. ``reach``: for each iteration, the last place of a window that was
+    read up to its end. The loop's text begins at ``start`` in the whole ``text``."""
 
     items: list[Any]
     values: tuple[object, ...]

@@ -66,7 +66,7 @@ class Renderer:
         self._stems = Stems(traits)
 
     def with_traits(self, traits: Traits) -> Renderer:
-        """The same for other traits; what knows the vocabulary is shared."""
+        """A renderer with other traits that shares all that depends on the vocabulary."""
         other = copy(self)
         other.traits, other._planner = traits, Planner(self.format, self.guard, traits, self.written_ids)
         other._stems = Stems(traits)
@@ -160,7 +160,7 @@ class Renderer:
         return Prompt(packed, spans, open_now, draft.thinking, draft.effort, opener, plan.continues)
 
     def rendered_turns(self, conversation: Conversation) -> int:
-        """How many turns of it are remembered as they were rendered."""
+        """How many of its turns were rendered before and are remembered."""
         return self._stems.turns(conversation)
 
     def _behind_stem(self, draft: Draft) -> list[Block] | None:
@@ -195,7 +195,7 @@ class Renderer:
         return block.assistant and bool(self.finder.end(block.body)[1])
 
     def moved_tools(self, conversation: Conversation) -> str:
-        """What tells of tools, where the template would move it."""
+        """The text that declares tools, where the template would move it."""
         if not self.traits.tools_move or not conversation.tools:
             return ""
         turns = self.format.turns
@@ -206,7 +206,7 @@ class Renderer:
         return text[begin : text.index(turns.user.open, begin)]
 
     def blank(self, text: str) -> bool:
-        """Are there only control tokens and white space?"""
+        """Is it only control tokens and white space?"""
         return not self._control_text.sub("", visible(text)).strip()
 
     def parts(self, ids: tuple[int, ...], thinking_open: bool) -> _SampledParts:
@@ -290,7 +290,7 @@ class _Rendering:
             self.mark = Mark(begin, end, self._writer.written(), self._moved, self._tools_found)
 
     def _tell_tools(self) -> None:
-        """What the template would tell of tools elsewhere."""
+        """Writes what declares tools, where the template would put it elsewhere."""
         if self._moved:
             start = self._writer.place()
             self._writer.text(self._moved)
@@ -312,7 +312,7 @@ class _Rendering:
         return item
 
     def _misplaced(self, item: Item | None) -> RenderError:
-        """An item that the template does not write where it stands, or wrote more than the items."""
+        """The error for an item that the template does not write where it stands, or for a turn that is no item."""
         if item is None or item.turn < 0:
             return RenderError("the chat template writes turns that nobody sent; use another template")
         turn = self._conversation.turns[item.turn]

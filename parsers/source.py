@@ -96,7 +96,7 @@ class Source:
         self.stop = ""
         """The delimiter that was returned last; it lies at ``at``."""
         self.logs: list[list[str]] = []
-        """Consumed text, while it may still turn out to be no call."""
+        """Logs of consumed text, for as long as it may turn out to be no call."""
         self._edges = deque([_Edge(0, 0, 0)])
         self._length = 0
         self._tokens = 0

@@ -136,7 +136,7 @@ class ApiError(Exception):
 
 
 def _path(places: Sequence[int | str], body: object, *, missing: bool) -> list[str]:
-    """Without what pydantic puts in for the members of a union: names that nothing in the body has."""
+    """The path in the body, without the names that pydantic adds for the members of a union."""
     out: list[str] = []
     for at, place in enumerate(places):
         match body, place:

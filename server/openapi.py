@@ -165,7 +165,7 @@ _FRAMES: JsonSchemaValue = {
 
 class _Generate(GenerateJsonSchema):
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
-        """Wherever the protocols read a value before its type is checked, a string stands for a list of one."""
+        """Protocols read a value before its type is checked only where a string may stand for a list of one."""
         inner = super().function_before_schema(schema)
         return {"anyOf": [{"type": "string"}, inner]} if inner.get("type") == "array" else inner
 

@@ -1,4 +1,4 @@
-"""A request that wants no answer, only that what it begins with lies computed when the next one comes."""
+"""Requests without an answer: they have the beginning of a conversation computed ahead of its next request."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ async def start(state: ServerState, meta: RequestMeta, conversation: Conversatio
 
 
 class Prefill:
-    """Iterates and closes as a generation does, and has nothing to say but its end. Without ``stream`` there is nothing
-    that every continuation begins with."""
+    """Iterates and closes as a generation does, with no event but its end. Without ``stream`` there is nothing to
+    compute."""
 
     report: Literal[None] = None
 

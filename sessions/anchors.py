@@ -26,7 +26,7 @@ LATTICE = 2048
 LIMIT = 64
 """Anchors per request, at most."""
 LATTICE_SHARE = 16
-"""So many of them may be coarse; a longer prompt gets a wider lattice."""
+"""How many of them may be coarse; a longer prompt gets a wider lattice."""
 PINNED_USERS = 3
 PINNED_PARTS = 6
 """Parts of system and tools; harnesses change the later ones when they compact, and keep the first."""

@@ -47,7 +47,7 @@ _REMEMBERED = 1 << 14
 
 
 class DiskFault(Exception):
-    """The environment cannot be used, or not for this; it is as it was before."""
+    """The environment cannot be used, or this change cannot be made; nothing has changed."""
 
 
 class Damaged(Exception):
@@ -152,8 +152,8 @@ class Environment:
             raise DiskFault(str(error)) from error
 
     def erase(self) -> None:
-        """What was deleted is in no file any more. After a crash it is done by who opens the file next. Raises
-        lmdb.Error, OSError."""
+        """Rewrites the file without what was deleted. After a crash, the next open does it again. Raises lmdb.Error,
+        OSError."""
         with self._map:
             write_fresh(self._env, self._folder, (b"heads", b"values", b"meta"), lambda _, key: key == _ERASING)
             self._files.point("sessions.copied")
@@ -253,7 +253,7 @@ class Environment:
                 alive = cursor.delete()
 
     def _grow(self) -> None:
-        """Raises lmdb.Error when it is large enough, or the system has no room for a larger one."""
+        """Doubles the map. Raises lmdb.Error at its largest size, and where the system has no room for more."""
         if self._map_bytes > _LARGEST * self._limit:
             raise lmdb.MapFullError("what is to be written does not fit")
         with self._map:

@@ -93,8 +93,8 @@ class Opening:
 
 
 def opening(family: Family, conversation: Conversation, thinking: bool, effort: Effort | None) -> Opening:
-    """What the user or the system may say next are two continuations; they have in common what all have. Renders two
-    whole prompts. Raises RenderError."""
+    """What all continuations share, found by rendering two: a user turn next, and a system turn next. Renders two whole
+    prompts. Raises RenderError."""
     turns = conversation.turns
     spoken, told = (
         family.render(replace(conversation, turns=(*turns, *more)), thinking=thinking, effort=effort)

@@ -20,7 +20,7 @@ Leads = tuple[bytes, ...]
 """Packed tokens that lead to one place each, the last learnt last."""
 
 WORTH = 256
-"""So many tokens computed again are not worth a checkpoint."""
+"""Tokens: computing this many again is cheaper than one more checkpoint."""
 DISTANCES = (32, 96, 224)
 """Tokens between what is looked for and the place, the first that is found counts."""
 WIDTH = 16

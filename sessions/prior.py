@@ -39,7 +39,7 @@ _SERVES: Mapping[Divergence, tuple[str, ...]] = {
 }
 """The anchors that lie before it."""
 _CONFIDENCE = 20.0
-"""So many divergences weigh as much as what was expected."""
+"""How many divergences weigh as much as the expected shares."""
 _REACH = 2.0
 """What is learned doubles or halves a priority at most."""
 REMEMBERED = 1000

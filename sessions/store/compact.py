@@ -1,4 +1,4 @@
-"""A database file is replaced by one that has only what is in it: LMDB never overwrites what was deleted."""
+"""Replaces a database file by a copy of its live entries: LMDB never overwrites what was deleted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What was forgotten and is still to be overwritten.
 
-It is in a file of its own before the entries are off the index, and until nothing is left of them: after a crash at any
-point it is gone on with, whether there is an index or not.
+A file of its own says so, from before the entries leave the index until they are overwritten. So the erasure goes on
+after a crash at any point, whether there is an index or not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ERASING = "erasing"
 
 @dataclass
 class Erasure:
-    """``places``: extents that were forgotten. ``sessions``: whose older copies are to go too. ``everything``: that of
-    other fingerprints, too."""
+    """``places``: extents that were forgotten. ``sessions``: those whose older copies go too. ``everything``: all
+    extents, also of other fingerprints."""
 
     places: set[Place] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)

@@ -121,7 +121,7 @@ class Mirror:
         return self._pages.get(key)
 
     def before(self, starts: Iterable[Entry]) -> set[Entry]:
-        """All pages that these lie in or come after."""
+        """All pages that these entries lie in or follow."""
         found: set[Entry] = set()
         for start in starts:
             if start.shape is Shape.STATE and start.tokens:

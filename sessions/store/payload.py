@@ -27,7 +27,7 @@ class Payload:
 
 
 class Pool:
-    """Memory for payloads of these sizes: to take a checkpoint's from the system costs several times the copying.
+    """Reuses memory for payloads of these sizes: fresh memory for a checkpoint costs several times the copying.
     (Huge pages are as cheap as used memory when there are any, and stall for long when there are none.)
 
     One thread takes, any thread gives."""

@@ -26,7 +26,7 @@ _WINDOW = 1 << 20
 GAP = 64 << 10
 """Bytes between two reads up to which one call that reads over them is cheaper than two."""
 _UNWANTED = memoryview(bytearray(GAP))
-"""Where they go; nobody looks at them."""
+"""The buffer for bytes that are read over."""
 
 
 class NoRoom(Exception):

@@ -108,8 +108,8 @@ class Space:
             self._erase(self._disk.index, erasing)
 
     def _erase(self, index: Index, erasing: Erasure) -> None:
-        """What was forgotten is in no file any more, and comes back by no rebuild. Where nothing else lives, the file
-        goes as a whole."""
+        """Overwrites what was forgotten, so that no rebuild brings it back. A segment in which nothing else lives is
+        deleted."""
         segments = self._disk.segments
         self._core.files.point("erase.begun")
         while erasing.everything and self._drop_other(-math.inf):
@@ -180,7 +180,7 @@ class Space:
         return (victim is not None and self.compact(victim)) or self._sacrifice()
 
     def _sacrifice(self) -> bool:
-        """There is no room even to copy: forget all of the segment that has the least."""
+        """Without room even to copy: forgets everything in the segment that holds the least."""
         kept = {one.place.segment for one in self._kept() if one.place is not None}
         closed = (one for one in self._closed() if one.number not in kept)
         victim = min(closed, key=lambda one: one.live, default=None)

@@ -51,7 +51,7 @@ def forget(core: Core, session: str | None) -> int:
 
 
 def forget_again(core: Core, erasing: Erasure) -> None:
-    """Go on with what another process had begun to forget: after a crash it may still, or again, be indexed."""
+    """Goes on with what an earlier process had begun to forget: after a crash it may be indexed still, or again."""
     with core.changed:
         core.erasing.add(erasing)
     for session in (None,) if erasing.everything else sorted(erasing.sessions):
@@ -80,7 +80,7 @@ def _needed(core: Core, page: Entry) -> bool:
 
 
 def intact(disk: Disk, entry: Entry) -> bool:
-    """True also when it is no longer where it was: then it was moved, and checked in doing so."""
+    """Whether an entry's extent is whole. True also if it was moved meanwhile: moving checks it."""
     place = entry.place
     segment = None if place is None else disk.segments.all.get(place.segment)
     if place is None or segment is None:
