@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from copy import copy
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -68,11 +69,17 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _SideBySide(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles in a pool of threads; all but the translation of Python is done without its lock."""
+    """Compiles in a pool of threads; all but the translation of Python is done without its lock. Loads, too, for which
+    Triton before 3.9 takes a compiler of C."""
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *more: Any) -> Any:
+        def loaded() -> Any:
+            compiled = compile_fn()
+            _ = compiled.run
+            return compiled
+
         new = key not in self.future_kernels
-        kernel = super().submit(key, compile_fn, finalize_fn, *more)
+        kernel = super().submit(key, loaded, finalize_fn, *more)
         if new:
             finalize_fn(kernel)  # in the place of what it will be: Triton before 3.9 would ask for it again
         return kernel
@@ -106,10 +113,12 @@ def _unlaunched() -> Iterator[None]:
         launch.forget()
 
 
-def compile_all(work: Callable[[], None], progress: Progress) -> int:
-    """Compiles every kernel that ``work`` would launch; returns how many those are. Raises what the compiler does."""
+def compile_all(work: Callable[[], None], progress: Progress, device: torch.device) -> int:
+    """Compiles and loads every kernel that ``work`` would launch; returns how many those are. Raises what the compiler
+    does."""
     count = min(_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(count) as threads, _SideBySide(threads) as found:
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(count, initializer=begin) as threads, _SideBySide(threads) as found:
         zeros = _Zeros()  # type: ignore[no-untyped-call]
         with _unlaunched(), zeros, torch.inference_mode():
             work()
@@ -146,7 +155,7 @@ def rehearse(
     progress(0, 1)
     try:
         with _untold(experts):
-            found = compile_all(work, progress)
+            found = compile_all(work, progress, device)
     except (RuntimeError, TritonError) as error:
         raise BadConfig(f"kernels cannot be compiled for this GPU: {error}; serve with --device cpu") from error
     _log.info("%d kernels compiled, or found in %s, in %.1f s", found, knobs.cache.dir, time.monotonic() - began)

@@ -42,7 +42,20 @@ class Counting(FakeDriver):
 
 
 class NoDriver:
-    """Of a GPU that is not there: nothing can be launched."""
+    """Of a GPU that is not there: nothing can be launched. ``loaded``: kernels."""
+
+    def __init__(self) -> None:
+        self.loaded, self.utils = list[str](), self
+
+    def launcher_cls(self, *_: Any) -> Any:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 17}
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
+        self.loaded.append(name)
+        return 1, 1, 0, 0, 1024
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -70,12 +83,13 @@ def compiled() -> dict[str, Any]:
             seen.append(out.abs().max().item())
         known.update(launch._compiled)
 
-    found = rehearse.compile_all(work, lambda *now: done.append(now))
+    found = rehearse.compile_all(work, lambda *now: done.append(now), CPU)
     kept = len(list(Path(triton.knobs.cache.dir).glob("*/_add.cubin")))
     for key, kernel in known.items():  # as if they had been started since
         launch._compiled[key] = kernel._replace(run=lambda *given: launched.append(given))
-    rehearse.compile_all(work, lambda *_: None)
-    return {"found": found, "kept": kept, "done": done[-1], "seen": seen, "launched": len(launched)}
+    rehearse.compile_all(work, lambda *_: None, CPU)
+    loaded = triton.runtime.driver.active.loaded
+    return {"loaded": loaded, "found": found, "kept": kept, "done": done[-1], "seen": seen, "launched": len(launched)}
 
 
 def served(mode: str) -> tuple[list[str], list[str], bool]:
