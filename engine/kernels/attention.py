@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
+from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
 from engine.kernels.pointwise import strides, warps
 from engine.layers.ops import Batch, Norm
 
@@ -73,25 +73,44 @@ def _sequence(segments, row, count, SEGMENTS: tl.constexpr):
     return tl.max(tl.where(mine, index, -1)), tl.sum(tl.where(mine, start + row - first, 0))
 
 
+@triton.jit
+def _ask(
+    k_pages, v_pages, table, first, length, kv_head, kv_heads, head_dim,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """For the first KEYS of a range, in one page."""
+    if first < length:
+        page = tl.load(table + first // PAGE).to(tl.int64)
+        token = ((page * PAGE + first % PAGE + tl.arange(0, KEYS)) * kv_heads + kv_head) * head_dim
+        at = token[:, None] + tl.minimum(tl.arange(0, DIM // LINE) * LINE, head_dim - 1)[None, :]
+        prefetch(k_pages + at)
+        prefetch(v_pages + at)
+
+
 @triton.jit(do_not_specialize=["count", "width", "splits"])
 def _ranges(
     q, k_pages, v_pages, segments, table, partial, highest, sums,
     first_row, count, width, splits, heads, kv_heads, head_dim, scale,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     begin()
     local, kv_head = tl.program_id(0), tl.program_id(1)
-    wait()
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
     length = tl.where(sequence < 0, 0, position + 1)
+    size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
+    first = tl.program_id(2) * size
+    _ask(
+        k_pages, v_pages, table + sequence * width, first, length, kv_head, kv_heads, head_dim,
+        PAGE, min(PAGE, SHORT_SPLIT), DIM, LINE,
+    )  # fmt: skip
+    wait()
     group = heads // kv_heads
     member, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     head = kv_head * group + member
     here = (member < group)[:, None] & (dim < head_dim)[None, :]
     at = (first_row + local).to(tl.int64) * heads + head
     queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
-    size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
     for split in range(tl.program_id(2), tl.cdiv(length, size), tl.num_programs(2)):
         origin = split * size
         best = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -132,8 +151,8 @@ def _combine(
     local, head = tl.program_id(0), tl.program_id(1)
     dim = tl.program_id(2) * DIM + tl.arange(0, DIM)
     here = dim < head_dim
-    wait()
     sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
+    wait()
     ranges = tl.where(sequence < 0, 0, position // tl.where(position < SHORT, SHORT_SPLIT, SPLIT) + 1)
     base = ((local * heads + head) * splits).to(tl.int64)
     best, total = float("-inf"), 0.0
@@ -175,7 +194,7 @@ def attention(
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, TILE=tiling.tile, **sizes,
-            GROUP=max(16, next_power_of_2(heads // kv_heads)), DIM=dim,
+            GROUP=max(16, next_power_of_2(heads // kv_heads)), DIM=dim, LINE=min(dim, LINE // k_pages.element_size()),
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         launch(
@@ -201,8 +220,8 @@ def _write_pages(
 ):  # fmt: skip
     begin()
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait()
     token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
+    wait()
     here = at < tl.where(token < 0, 0, size)
     to = token * size + at
     tl.store(k_pages + to, tl.load(k + row * k_row + at, mask=here, other=0.0).to(k_pages.dtype.element_ty), mask=here)
@@ -245,17 +264,17 @@ def _qk_norm_rope(
 ):  # fmt: skip
     begin()
     row, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
-    wait()
+    token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
     angle = angles + (tl.load(positions + row).to(tl.int64) * half + dim % half) * 2
     cos = tl.load(angle, mask=dim < 2 * half, other=0.0)
     sin = tl.load(angle + 1, mask=dim < 2 * half, other=0.0)
+    wait()
     if head < heads:
         turned = _turned(q + row * q_row + head * q_head, q_norm, dim, head_dim, half, cos, sin, q_eps, q_offset)
         tl.store(out + (row * heads + head) * head_dim + dim, turned, mask=dim < head_dim)
     else:
         number = head - heads
         turned = _turned(k + row * k_row + number * k_head, k_norm, dim, head_dim, half, cos, sin, k_eps, k_offset)
-        token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
         here = dim < tl.where(token < 0, 0, head_dim)
         to = (token * kv_heads + number) * head_dim + dim
         tl.store(k_pages + to, turned.to(k_pages.dtype.element_ty), mask=here)

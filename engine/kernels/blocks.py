@@ -6,6 +6,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.experts.layout import MOST_PARTS, Layout
+
+_EVERY = tl.constexpr(MOST_PARTS)
+
+
+def padded(layout: Layout) -> tuple[list[int], list[int]]:
+    """Bounds, and offsets in words where parts begin, as of four parts, the last ones empty."""
+    missing = MOST_PARTS - layout.parts
+    offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
+    return [*layout.bounds] + [layout.inner] * missing, offsets
+
+
+@triton.jit
+def parts_here(address, present, WHOLE: tl.constexpr):
+    """How many parts of a pair the device computes; WHOLE: all, if there is a slot."""
+    number = tl.load(address, mask=present, other=-1)
+    if WHOLE:
+        number = tl.where(number >= 0, _EVERY, 0)
+    return number
+
+
+@triton.jit
+def slot_of(slots, parts, pair, WHOLE: tl.constexpr):
+    """A pair's slot and ``parts_here``. Volatile, or the second would be asked for when the first is known."""
+    slot = tl.load(slots + pair, volatile=True)
+    number = tl.where(slot >= 0, _EVERY, 0)
+    if not WHOLE:
+        number = tl.load(parts + pair, volatile=True)
+    return slot, number
+
+
+@triton.jit
+def of_part(at, b1, b2, b3, v0, v1, v2, v3):
+    """Of v0 to v3 that of the part that ``at`` lies in."""
+    return tl.where(at < b1, v0, tl.where(at < b2, v1, tl.where(at < b3, v2, v3)))
+
 
 @triton.jit
 def _read(address, here, EVEN: tl.constexpr):
@@ -43,30 +79,6 @@ def times_int8(words, x, groups, here, EVEN: tl.constexpr):
         code = (((data >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
         total += code * factor[:, :, None]
     return total * scale[:, None, :]
-
-
-@triton.jit
-def times_mxfp4(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the eight k of a word: [groups, 4, 32 rows]."""
-    octet, row = tl.arange(0, 4), tl.arange(0, 32)
-    at = octet[:, None] * 32 + row[None, :]
-    data = _read(words[:, None, None] + (8 + at)[None, :, :], here[:, None, None], EVEN)
-    scales = words.to(tl.pointer_type(tl.uint8))
-    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.int32)
-    total = tl.zeros(data.shape, tl.float32)
-    base = x + (groups[:, None] * 32 + octet[None, :] * 8)
-    for nibble in tl.static_range(4):
-        # Two nibbles that are 16 bits apart as two bf16: multiplied so that the sign of one copy and the rest of the
-        # other are where they belong. That is a bf16 of 2^-126 times the value; with activations times 2^63 no product
-        # is denormal.
-        source = data if nibble < 2 else data >> 8
-        both = ((source & (0x000F000F << (nibble % 2 * 4))) * (4160 >> (nibble % 2 * 4))) & -2118090304
-        k = nibble % 2 * 4 + nibble // 2
-        first = _read(base + k, here[:, None], EVEN) * 9223372036854775808.0
-        second = _read(base + (k + 2), here[:, None], EVEN) * 9223372036854775808.0
-        total += (both << 16).to(tl.float32, bitcast=True) * first[:, :, None]
-        total += (both & -65536).to(tl.float32, bitcast=True) * second[:, :, None]
-    return (total * 9223372036854775808.0) * (scale << 23).to(tl.float32, bitcast=True)[:, None, :]
 
 
 @triton.jit

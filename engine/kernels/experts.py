@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.experts.layout import BLOCK, HALF, MOST_PARTS, Layout
+from engine.experts.layout import BLOCK, HALF, Layout
 from engine.experts.residency import Decision
-from engine.kernels.blocks import added, times_bf16, times_int8, times_mxfp4
+from engine.kernels import mxfp4
+from engine.kernels.blocks import added, of_part, padded, parts_here, slot_of, times_bf16, times_int8
 from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.mailbox import Mailbox, Request, release, store
 
@@ -51,13 +52,11 @@ class Tiles:
 TILES = {
     "bf16": Tiles(Tile(4, 4, 1, 4), Tile(2, 2, 4)),
     "int8": Tiles(Tile(8, 4, 1, 3), Tile(4, 4, 2)),
-    "mxfp4": Tiles(Tile(64, 16), Tile(16, 2)),
 }
 """By format. The same on every GPU: a tile sets the order of the sums."""
 
-_EVERY = tl.constexpr(MOST_PARTS)
-_KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
-_WORDS_OF_A_ROW = {"bf16": 32, "int8": 8, "mxfp4": 4}
+_KINDS = {"bf16": 0, "int8": 1}
+_WORDS_OF_A_ROW = {"bf16": 32, "int8": 8}
 
 
 @triton.jit
@@ -88,31 +87,21 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes:
 
 
 @triton.jit
-def _parts(address, present, WHOLE: tl.constexpr):
-    """How many parts of a pair the device computes; WHOLE: all, if there is a slot."""
-    number = tl.load(address, mask=present, other=-1)
-    if WHOLE:
-        number = tl.where(number >= 0, _EVERY, 0)
-    return number
-
-
-@triton.jit
 def _gate_up(
-    x, slots, slot_in, parts_in, out, stride_words, ranks, hidden, inner, b0, b1, b2, b3, o0, o1, o2, o3,
+    x, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
     KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
     wait()
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
+    slot, parts = slot_of(slot_in, parts_in, pair, WHOLE)
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
     if part < parts:
-        first = tl.where(part == 0, b0, tl.where(part == 1, b1, tl.where(part == 2, b2, b3)))
-        offset = tl.where(part == 0, o0, tl.where(part == 1, o1, tl.where(part == 2, o2, o3)))
+        first, offset = of_part(panel, b1, b2, b3, 0, b1, b2, b3), of_part(panel, b1, b2, b3, o0, o1, o2, o3)
         groups = hidden // 32
         blob = slots + slot.to(tl.int64) * stride_words + offset + (panel - first) * groups * WORDS
-        row_x = x + (pair // ranks).to(tl.int64) * hidden
+        row_x = x + (pair // RANKS).to(tl.int64) * hidden
         group = tl.arange(0, GROUPS)
         column = tl.arange(0, 16)
         if KIND == 0:
@@ -129,10 +118,7 @@ def _gate_up(
             for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
                 here = start + group < groups
                 where = tl.multiple_of(blob + (start + group) * WORDS, 16)
-                if KIND == 1:
-                    total += times_int8(where, row_x, start + group, here, EVEN)
-                else:
-                    total += times_mxfp4(where, row_x, start + group, here, EVEN)
+                total += times_int8(where, row_x, start + group, here, EVEN)
             gates, ups = tl.split(tl.trans(tl.reshape(added(total), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
@@ -146,11 +132,11 @@ def _down(
     begin()
     pair, panel = tl.program_id(0), tl.program_id(1)
     wait()
-    parts, slot = _parts(parts_in + pair, pair >= 0, WHOLE), tl.load(slot_in + pair)
+    slot, parts = slot_of(slot_in, parts_in, pair, WHOLE)
     if parts > 0:
         blob = slots + slot.to(tl.int64) * stride_words
         row_h = h + pair.to(tl.int64) * inner
-        last = tl.where(parts == 1, b1, tl.where(parts == 2, b2, tl.where(parts == 3, b3, b4)))
+        last = of_part(parts, 2, 3, 4, b1, b2, b3, b4)
         lane = tl.arange(0, GROUPS)
         column = tl.arange(0, 16)
         base = out + pair.to(tl.int64) * hidden + panel * 32
@@ -163,20 +149,16 @@ def _down(
             here = group < last
             # Of each group: its part, where that begins and how wide it is; the down section follows gate and up.
             at = start if EVEN else group  # even: all groups of a tile are in the same part
-            first = tl.where(at < b1, 0, tl.where(at < b2, b1, tl.where(at < b3, b2, b3)))
-            end = tl.where(at < b1, b1, tl.where(at < b2, b2, tl.where(at < b3, b3, b4)))
-            offset = tl.where(at < b1, o0, tl.where(at < b2, o1, tl.where(at < b3, o2, o3)))
-            wide = end - first
+            first, offset = of_part(at, b1, b2, b3, 0, b1, b2, b3), of_part(at, b1, b2, b3, o0, o1, o2, o3)
+            wide = of_part(at, b1, b2, b3, b1, b2, b3, b4) - first
             block = 2 * wide * (hidden // 32) + panel * wide + group - first
             where = tl.multiple_of(blob + (offset + block * WORDS), 16)
             if KIND == 0:
                 low, high = times_bf16(where, row_h, group, here, EVEN)
                 lower += low
                 upper += high
-            elif KIND == 1:
-                total += times_int8(where, row_h, group, here, EVEN)
             else:
-                total += times_mxfp4(where, row_h, group, here, EVEN)
+                total += times_int8(where, row_h, group, here, EVEN)
         if KIND == 0:
             tl.store(base + column, added(lower))
             tl.store(base + 16 + column, added(upper))
@@ -191,15 +173,19 @@ def gate_up(
     left as they are. ``whole``: all parts of pairs with a slot, which is what gpu_parts holds then too.
     x [rows, hidden], slots uint8 [slots + 1, stride] -> out [rows, k, inner]."""
     kind = layout.format.name
+    if kind == "mxfp4":
+        mxfp4.gate_up(x, slots, decision, layout, out, whole)
+        return
     tile, groups = TILES[kind].gate_up, layout.hidden // BLOCK
     blocks = min(tile.blocks, next_power_of_2(groups))
-    bounds, offsets = _padded(layout)
+    bounds, offsets = padded(layout)
     launch(
         _gate_up, (decision.slot.numel(), layout.inner // HALF),
-        x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4, decision.slot.shape[1],
-        layout.hidden, layout.inner, *(bound // HALF for bound in bounds[:-1]), *offsets,
+        x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
+        layout.hidden, layout.inner, *(bound // HALF for bound in bounds[1:-1]), *offsets,
         KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
-        EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, WHOLE=whole, num_warps=tile.warps,
+        EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, RANKS=decision.slot.shape[1],
+        WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -209,9 +195,12 @@ def down(
     """down of what ``gate_up`` gave, over the same columns. h [rows, k, inner] -> out [rows, k, hidden]; pairs without
     parts on the device are left as they are."""
     kind = layout.format.name
+    if kind == "mxfp4":
+        mxfp4.down(h, slots, decision, layout, out, whole)
+        return
     tile, groups = TILES[kind].down, layout.inner // BLOCK
     blocks = min(tile.blocks, next_power_of_2(groups))
-    bounds, offsets = _padded(layout)
+    bounds, offsets = padded(layout)
     launch(
         _down, (decision.slot.numel(), layout.hidden // BLOCK),
         h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
@@ -220,13 +209,6 @@ def down(
         EVEN=all(bound // BLOCK % blocks == 0 for bound in bounds), STAGES=tile.stages, UNROLL=tile.unroll,
         WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def _padded(layout: Layout) -> tuple[list[int], list[int]]:
-    """Bounds, and offsets in words where parts begin, as of four parts, the last ones empty."""
-    missing = MOST_PARTS - layout.parts
-    offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
-    return [*layout.bounds] + [layout.inner] * missing, offsets
 
 
 @triton.jit
@@ -240,7 +222,7 @@ def routed(
     for rank in tl.static_range(RANKS):  # unrolled, and read before it is known to count: all reads go out at once
         pair = (row * RANKS + rank).to(tl.int64)
         part = tl.load(out + pair * hidden + at, mask=here, other=0.0)
-        used = (_parts(parts + pair, present, WHOLE) > 0) & here
+        used = (parts_here(parts + pair, present, WHOLE) > 0) & here
         total += tl.where(used, tl.load(weights + pair, mask=present, other=0.0) * part, 0.0)
     if WITH_CPU:  # noqa: SIM102 - known when it is compiled, unlike the other
         if tl.load(counts + 1) > 0:
@@ -266,7 +248,8 @@ def _combine(
 @dataclass(frozen=True)
 class Sums:
     """What is there of a layer's routed experts before they are added up: each pair's ``out`` [rows, k, hidden], its
-    ``weights`` [rows, k]; and, with a ``layout``, what the CPU computed in the mailbox (its address for the device)."""
+    ``weights`` [rows, k]; and, with a ``layout``, what the CPU computed in the mailbox (its address for the device).
+    With ``blobs``, slots and layout of experts, ``out`` is what ``gate_up`` gave."""
 
     out: Tensor
     weights: Tensor
@@ -274,6 +257,7 @@ class Sums:
     whole: bool = False
     mailbox: int = 0
     layout: Mailbox | None = None
+    blobs: tuple[Tensor, Layout] | None = None
 
     @property
     def cpu_y(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.device.attention import Chosen, choose
-from engine.kernels import attention, chunked_delta, linear, pointwise, prefill_conv, recurrent
+from engine.kernels import attention, chunked_delta, linear, mxfp4, pointwise, prefill_conv, recurrent
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.layers.composed import Composed
@@ -178,6 +178,9 @@ class DeviceOps(Composed):
         sums = sums_of(self._experts, x, ids, weights, experts) if 0 < x.shape[0] <= linear.ROWS else None
         if sums is None:
             return super().add_shared_experts(base, x, ids, weights, experts, gate_up, gate, down)
+        if sums.blobs is not None:
+            scale = 1 / down.unit
+            return mxfp4.finish(sums.out, *sums.blobs, ids, weights, base, gate_up, gate, down.matrix, scale)
         halves = gate_up.chunk(2, dim=1)
         shared = linear.Shared(sums, gate)
         return linear.linear(halves[1], down, kind=linear.SILU, gate=halves[0], base=base, shared=shared)

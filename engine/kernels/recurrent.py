@@ -146,12 +146,12 @@ def _gated_delta(
     key_here, value_here = key < key_dim, value < value_dim
     here = key_here[:, None] & value_here[None, :]
     slot_stride = value_heads * key_dim * value_dim
+    first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     slot = tl.load(segments + sequence * 4 + 3).to(tl.int64)
     cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
     lines = tl.program_id(2) * VALUES + tl.arange(0, VALUES // LINE) * LINE
     prefetch(states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + lines[None, :])
     wait()
-    first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     memory = tl.load(cells, mask=here, other=0.0)
     for step in range(rows):
         row = (first + step).to(tl.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.experts.layout import ExpertFormat, Layout
 from engine.experts.residency import Decision
 from engine.kernels import experts as kernels
-from engine.kernels import grouped
+from engine.kernels import grouped, mxfp4
 from engine.kernels.experts import Sums
 from engine.kernels.linear import ROWS
 
@@ -53,17 +53,33 @@ class ResidentExperts:
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         if x.shape[0] > ROWS:
             return grouped.experts(x, ids, weights, *self._layers[layer])
-        y, sums = torch.empty_like(x), self.sums(x, ids, weights, layer)
+        y, decision = torch.empty_like(x), _all_of(ids)
         if x.shape[0]:
-            kernels.combine(sums.out, weights, sums.decision, y, whole=True)
+            out = self._down(self._gate_up(x, decision, layer), decision, layer)
+            kernels.combine(out, weights, decision, y, whole=True)
         return y
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
-        """All of ``run`` but the sum."""
+        """All of ``run`` but the sum, and without down where ``mxfp4.finish`` does both."""
+        (layout, slots), decision = self._layers[layer], _all_of(ids)
+        inner = self._gate_up(x, decision, layer)
+        if mxfp4.finishes(layout):
+            return Sums(inner, weights, decision, whole=True, blobs=(slots, layout))
+        return Sums(self._down(inner, decision, layer), weights, decision, whole=True)
+
+    def _gate_up(self, x: Tensor, decision: Decision, layer: int) -> Tensor:
         layout, slots = self._layers[layer]
-        decision = Decision(slot=ids, gpu_parts=ids, plan=ids, fetch=ids, counts=ids)  # nothing to fetch, no CPU
-        inner, out = x.new_empty(*ids.shape, layout.inner), x.new_empty(*ids.shape, layout.hidden)
-        if x.shape[0]:
-            kernels.gate_up(x, slots, decision, layout, inner, whole=True)
-            kernels.down(inner, slots, decision, layout, out, whole=True)
-        return Sums(out, weights, decision, whole=True)
+        inner = x.new_empty(*decision.slot.shape, layout.inner)
+        kernels.gate_up(x, slots, decision, layout, inner, whole=True)
+        return inner
+
+    def _down(self, inner: Tensor, decision: Decision, layer: int) -> Tensor:
+        layout, slots = self._layers[layer]
+        out = inner.new_empty(*decision.slot.shape, layout.hidden)
+        kernels.down(inner, slots, decision, layout, out, whole=True)
+        return out
+
+
+def _all_of(ids: Tensor) -> Decision:
+    """Nothing to fetch, nothing for the CPU."""
+    return Decision(slot=ids, gpu_parts=ids, plan=ids, fetch=ids, counts=ids)

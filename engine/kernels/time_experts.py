@@ -152,9 +152,10 @@ def time_all(quick: bool) -> None:
 
 
 def tune() -> None:
-    """The best tiles for one row of each shape and format."""
-    for (shape, (hidden, inner)), format in itertools.product(SHAPES.items(), FORMATS.values()):
-        resident, chosen, found = Resident(Layout(format, hidden, inner), 1, 8), TILES[format.name], []
+    """The best tiles for one row of each shape and format that has tiles of ``experts``."""
+    for (shape, (hidden, inner)), (name, chosen) in itertools.product(SHAPES.items(), tuple(TILES.items())):
+        format, found = FORMATS[name], []
+        resident = Resident(Layout(format, hidden, inner), 1, 8)
         for blocks, warps, unroll, stages in itertools.product((4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 3)):
             read = blocks * unroll * stages * format.block_bytes
             if read > 100 << 10 or read // warps > 256 * 32 or unroll > 1 < stages:

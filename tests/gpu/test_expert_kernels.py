@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import Decision
-from engine.kernels import experts, experts_twin
+from engine.kernels import experts, experts_twin, mxfp4
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32), (96, 64), (64, 160), (32, 256)]
@@ -80,6 +80,23 @@ def test_extreme_scales_of_mxfp4() -> None:
         want = torch.empty(1, 1, 32, dtype=torch.float64)
         experts_twin.gate_up(x.double(), slots, made, layout, want)
         torch.testing.assert_close(h.double(), want, rtol=1e-5, atol=1e-45)
+
+
+def test_the_end_of_a_layer() -> None:
+    layout, draw = Layout(FORMATS["mxfp4"], 64, 128), torch.Generator().manual_seed(3)
+    slots, x, base = slots_of(layout, 4), activations(2, 64), activations(2, 64)
+    ids, weights = torch.tensor([[2, 0, 3], [1, -1, 2]], dtype=torch.int32), torch.rand(2, 3, generator=draw)
+    wide, matrix = torch.randn(2, 300, generator=draw), torch.randn(64, 96, generator=draw)
+    gate_up, gate = wide[:, 40:232], wide[:, 299:]
+    made = decision(ids.tolist(), ((ids >= 0) * layout.parts).tolist())
+    h, out = computed(x, slots, made, layout)
+    got = mxfp4.finish(h, slots, layout, ids, weights, base, gate_up, gate, matrix, 0.5)
+    want = torch.empty(2, 64)
+    experts_twin.combine(out, weights, made, want)
+    shared = torch.nn.functional.silu(gate_up[:, :96]) * gate_up[:, 96:] @ matrix.T * 0.5
+    torch.testing.assert_close(got, base + want + shared * gate.sigmoid(), rtol=1e-5, atol=1e-5)
+    one = h[:1].contiguous(), slots, layout, ids[:1], weights[:1], base[:1], gate_up[:1], gate[:1]
+    assert torch.equal(mxfp4.finish(*one, matrix, 0.5), got[:1])
 
 
 def test_fetch_moves_what_is_listed_and_nothing_else() -> None:
