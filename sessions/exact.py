@@ -79,15 +79,15 @@ class Journal:
         self._next = max(self._next, number + 1)
         packed = pack(sampled.ids)
         entry = Entry(
-            turn.blocks,
-            described,
-            packed,
-            sampled.thinking_end,
-            sampled.thinking_rest,
-            sampled.opener,
-            branch,
-            names,
-            before,
+            blocks=turn.blocks,
+            digest=described,
+            ids=packed,
+            thinking_end=sampled.thinking_end,
+            thinking_rest=sampled.thinking_rest,
+            opener=sampled.opener,
+            branch=branch,
+            names=names,
+            before=before,
         )
         self._entries[number] = entry
         self._changed.add(number)

@@ -74,13 +74,13 @@ def predict(family: Family, followup: Followup, priorities: Mapping[str, float] 
     inner = anchor_points(end, spans, family.probe, priorities)
     last = AnchorPoint(end, "user_start", priorities["user_start"], pinned=True)
     return Prediction(
-        followup.session,
-        followup.branch,
-        followup.namespace,
-        asked,
-        known,
-        tokens,
-        (*(point for point in inner if point.position < end), last),
+        session=followup.session,
+        branch=followup.branch,
+        namespace=followup.namespace,
+        asked=asked,
+        known=known,
+        tokens=tokens,
+        anchors=(*(point for point in inner if point.position < end), last),
     )
 
 

@@ -167,16 +167,16 @@ class Session:
 
     def summary(self) -> SessionSummary:
         return SessionSummary(
-            self.id,
-            self.client_id,
-            self.harness,
-            self.created,
-            self.last_used,
-            self.requests,
-            len(self.branches),
-            self.prompt,
-            TOKEN_BYTES * (self.stored_tokens if self.asleep else self.tokens),
-            self.pinned,
+            id=self.id,
+            client_id=self.client_id,
+            harness=self.harness,
+            created=self.created,
+            last_used=self.last_used,
+            requests=self.requests,
+            branches=len(self.branches),
+            prompt=self.prompt,
+            kept_bytes=TOKEN_BYTES * (self.stored_tokens if self.asleep else self.tokens),
+            pinned=self.pinned,
         )
 
     def detail(self) -> SessionDetail:

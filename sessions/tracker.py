@@ -242,21 +242,21 @@ class Sessions:
         worth = priorities(self._habits.get(harness.name, {}))
         elsewhere = not session.branches and not self._elsewhere.isdisjoint((bytes.fromhex(session.id), *keys))
         return Place(
-            session,
-            branch,
-            harness,
-            identity,
-            restored,
-            tuple(steps.digests),
-            self._digests.of_tools(conversation.tools),
-            steps.link,
-            scope,
-            head,
-            tuple(keys),
-            worth,
-            self._foretold.get(harness.name, ()) + self._leads.get(harness.name, ()),
-            elsewhere,
-            partial(self._walks.keep, made, walk),
+            session=session,
+            branch=branch,
+            harness=harness,
+            identity=identity,
+            conversation=restored,
+            turns=tuple(steps.digests),
+            tools=self._digests.of_tools(conversation.tools),
+            link=steps.link,
+            scope=scope,
+            head=head,
+            keys=tuple(keys),
+            priorities=worth,
+            leads=self._foretold.get(harness.name, ()) + self._leads.get(harness.name, ()),
+            elsewhere=elsewhere,
+            keep_walk=partial(self._walks.keep, made, walk),
         )
 
     def _accept(self, place: Place) -> Place:

@@ -178,13 +178,13 @@ class Visit:
             turn = Turn("assistant", tuple(blocks), exact)
             conversation = replace(self.conversation, turns=(*self.conversation.turns, turn))
             self.followup = Followup(
-                self.session_id,
-                self._place.branch.name,
-                self._place.session.namespace,
-                conversation,
-                prompt.thinking,
-                prompt.effort,
-                answered,
+                session=self.session_id,
+                branch=self._place.branch.name,
+                namespace=self._place.session.namespace,
+                conversation=conversation,
+                thinking=prompt.thinking,
+                effort=prompt.effort,
+                answered=answered,
             )
 
     def _asked_with(self, prompt: Prompt) -> Asked:
@@ -192,16 +192,16 @@ class Visit:
             return self._asked
         conversation = self.conversation
         self._asked = Asked(
-            prompt.packed,
-            self._place.tools,
-            system_digest(conversation),
-            head_turns(conversation),
-            self._place.turns,
-            tuple(turn.sampled is not None for turn in conversation.turns),
-            self.kind,
-            self._incarnation,
-            self._fingerprint,
-            (prompt.effort or "usual") if prompt.thinking else "none",
+            tokens=prompt.packed,
+            tools=self._place.tools,
+            system=system_digest(conversation),
+            head=head_turns(conversation),
+            turns=self._place.turns,
+            exact=tuple(turn.sampled is not None for turn in conversation.turns),
+            kind=self.kind,
+            incarnation=self._incarnation,
+            fingerprint=self._fingerprint,
+            effort=(prompt.effort or "usual") if prompt.thinking else "none",
         )
         return self._asked
 

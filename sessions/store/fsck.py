@@ -56,13 +56,13 @@ def verify(directory: Path, fingerprint: str, key: bytes | None = None, progress
                 progress(done, total)
             tokens = sum(len(entry.tokens) // 4 for entry in entries if entry.shape is not Shape.STATE)
             return Report(
-                shapes[Shape.PAGE],
-                shapes[Shape.PARTIAL],
-                shapes[Shape.STATE],
-                tokens,
-                damaged,
-                disk.used,
-                dict(counters),
+                pages=shapes[Shape.PAGE],
+                partial=shapes[Shape.PARTIAL],
+                states=shapes[Shape.STATE],
+                tokens=tokens,
+                damaged=damaged,
+                size=disk.used,
+                counters=dict(counters),
             )
         finally:
             disk.close()
