@@ -16,14 +16,17 @@ class ForcedRouting:
         self._like = torch.empty(layers, rows, experts, device=device)
         self.draw(torch.full((layers * experts,), -1, dtype=torch.int32, device=device), 0.0)
 
-    def draw(self, slot_of: Tensor, rate: float) -> None:
-        """New ids, on the current stream. Each is, with probability ``rate``, one of its layer's experts that
-        ``slot_of`` int32 [layers * experts] has on the device (>= 0), else one of the others; a row's are distinct as
-        long as a layer has ``k`` of both."""
+    def draw(self, slot_of: Tensor, rate: float, lacks: Tensor | None = None) -> None:
+        """New ids, on the current stream. Each is, with probability ``rate``, one of its layer's experts that are on
+        the device, else one of those of which nothing is: ``slot_of`` and ``lacks`` int32 [layers * experts] as in
+        ``Residency``. A row's are distinct as long as a layer has ``k`` of both."""
         layers, _, k = self.ids.shape
-        resident = (slot_of >= 0).view(layers, 1, self._experts)
+        absent = slot_of < 0
+        whole = ~absent if lacks is None else ~absent & (lacks == 0)
         order = torch.rand(self._like.shape, generator=self._generator, device=self._like.device)
-        hits = torch.where(resident, order, order - 2).topk(k, dim=2).indices
-        misses = torch.where(resident, order - 2, order).topk(k, dim=2).indices
+        hits, misses = (
+            torch.where(chosen.view(layers, 1, self._experts), order, order - 2).topk(k, dim=2).indices
+            for chosen in (whole, absent)
+        )
         chance = torch.rand(self.ids.shape, generator=self._generator, device=self._like.device)
         self.ids.copy_(torch.where(chance < rate, hits, misses))

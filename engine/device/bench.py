@@ -202,7 +202,7 @@ class Bench:
     def _step(self, steps: DecodeSteps, experts: OffloadedExperts | None = None, wanted: float = 1.0) -> float:
         """Seconds from when the tokens are known until the next ones are."""
         if experts is not None:
-            self._ops.routing.draw(experts.residency.slot_of, wanted)
+            self._ops.routing.draw(experts.residency.slot_of, wanted, experts.residency.lacks)
         parts = self._parts()
         torch.cuda.synchronize()
         start = time.perf_counter()
