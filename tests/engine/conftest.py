@@ -12,6 +12,8 @@ import torch
 from engine.checkpoint import write_tiny
 
 sys.path.insert(0, str(Path(__file__).parent))
+from engine_support import accounted  # noqa: F401 - after every test
+
 torch.set_num_threads(1)
 
 

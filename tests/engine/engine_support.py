@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 from engine.api import (
     Admitted,
@@ -52,7 +53,9 @@ class Outcome:
 
 
 class Bench:
-    """A scheduler with everything it said."""
+    """A scheduler with everything it said. ``made``: those of a test, which are checked when it ends."""
+
+    made: ClassVar[list[Bench]] = []
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Bench:
         self.scheduler = Scheduler(engine, self.config, self._observe, lambda: self.now, grammars)
         self.scheduler.pace.always = True  # not as the rates of this machine happen to be
         self._number = 0
+        self.made.append(self)
 
     @property
     def memory(self) -> Memory:
@@ -121,11 +125,24 @@ class Bench:
         return self.scheduler.stats().values
 
     def check(self) -> None:
+        """All is accounted for, and nothing was read in vain."""
+        self.audit()
+        assert self.stats()["restored_unused"] == 0
+
+    def audit(self) -> None:
         """Every page and slot is accounted for exactly once, and none is held when nothing runs."""
         audit(self.memory)
-        assert self.stats()["restored_unused"] == 0
         if self.scheduler.idle:
             audit_at_rest(self.memory, self.config.max_sequences)
+
+
+@pytest.fixture(autouse=True)
+def accounted() -> Iterator[None]:
+    """Whatever a test did: what its engines own adds up when it has ended."""
+    yield
+    engines, Bench.made = Bench.made, []
+    for engine in engines:
+        engine.audit()
 
 
 def pending_slots(memory: Memory) -> int:

@@ -12,6 +12,8 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+from engine_support import accounted  # noqa: E402, F401 - after every test
+
 torch.set_num_threads(1)
 
 
