@@ -19,6 +19,7 @@ from parsers.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from parsers.stream import FinishReason, StreamParser
 
 TOOL = Tool(
     "f",
@@ -125,3 +126,12 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def parsed_by(parser: StreamParser, ids: Iterable[int], reason: FinishReason = "stop") -> Parsed:
+    """What a parser makes of these tokens and their end."""
+    parsed = Parsed()
+    for token in ids:
+        parsed.add(parser.feed(token))
+    parsed.add(parser.finish(reason))
+    return parsed

@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from parsers.conversation import Tool
 from parsers.events import Boundary
 from parsers.load import Family, Prompt
-from tests.parsers.parsed import ANY_TEXT, JSON, TOOL, TOOLS, TRICKY, Parsed
+from parsers.stream import FinishReason
+from tests.parsers.parsed import ANY_TEXT, JSON, TOOL, TOOLS, TRICKY, Parsed, parsed_by
 
 __all__ = [
     "ANY_TEXT",
@@ -61,14 +61,9 @@ def parse(
     tools: Sequence[Tool] = TOOLS,
     *,
     thinking_open: bool = False,
-    reason: Literal["stop", "length", "abort"] = "stop",
+    reason: FinishReason = "stop",
 ) -> Parsed:
-    parser = family.parser(Prompt(b"", (), thinking_open, thinking_open), tools)
-    parsed = Parsed()
-    for token in ids:
-        parsed.add(parser.feed(token))
-    parsed.add(parser.finish(reason))
-    return parsed
+    return parsed_by(family.parser(Prompt(b"", (), thinking_open, thinking_open), tools), ids, reason)
 
 
 def say(family: Family, text: str, tools: Sequence[Tool] = TOOLS, **options: bool) -> Parsed:

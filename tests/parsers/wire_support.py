@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -19,11 +19,11 @@ from parsers.events import Boundary
 from parsers.families.registry import FORMATS
 from parsers.format import Format
 from parsers.guard import Guard
-from parsers.stream import StreamParser
+from parsers.stream import FinishReason, StreamParser
 from parsers.tokens import Tokenizer
 from parsers.wire import Wire
 from parsers.write import assistant_text
-from tests.parsers.parsed import TOOLS, Parsed
+from tests.parsers.parsed import TOOLS, Parsed, parsed_by
 
 SUFFIX = ":opensource"
 _SPECIAL = re.compile(
@@ -92,14 +92,9 @@ class Machine:
         tools: Sequence[Tool] = TOOLS,
         *,
         thinking_open: bool = False,
-        reason: Literal["stop", "length", "abort"] = "stop",
+        reason: FinishReason = "stop",
     ) -> Parsed:
-        parser = self.parser(tools, thinking_open)
-        parsed = Parsed()
-        for token in ids:
-            parsed.add(parser.feed(token))
-        parsed.add(parser.finish(reason))
-        return parsed
+        return parsed_by(self.parser(tools, thinking_open), ids, reason)
 
     def say(self, text: str, tools: Sequence[Tool] = TOOLS, thinking_open: bool = False) -> Parsed:
         """Parses the format's own text, control tokens recognised."""

@@ -10,6 +10,7 @@ import pytest
 from engine.api import Request
 from parsers.load import Family
 from tests.server.support import Answer, serving
+from tests.server.test_responses import call
 
 pytestmark = pytest.mark.anyio
 
@@ -126,11 +127,6 @@ CODEX_FIRST = [
     message("user", "<environment_context><cwd>/srv</cwd></environment_context>"),
     message("user", "List the files"),
 ]
-
-
-def call(name: str, **arguments: str) -> str:
-    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
 
 
 def by_request(*texts: str) -> Any:
