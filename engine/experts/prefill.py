@@ -53,7 +53,7 @@ class Prefill:
         self.waves = Waves.create(pool.layers, pool.experts, device)
         self._lists = [Fetches.create(pool.experts, device) for _ in range(_LISTS)]
         self._where = torch.zeros(2, pool.experts, dtype=torch.int32, device=device)
-        self._product = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._given, self._result = grouped.precision(pool.layout, device)
         self._side, self._probe = Side(device), _Probe(device)
         self._copies = Copies(pool, driver, residency, self.waves, slots)
         self._told = torch.zeros(pool.layers, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -184,8 +184,9 @@ class Prefill:
     def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> list[_Part]:
         layout, parts = self._pool.layout, []
         for at in (slice(first, first + CHUNK) for first in range(0, x.shape[0], CHUNK)):
-            some, arranged = ids[at], grouped.arrange(x[at], layout, self._product)
-            inner, out = (arranged.new_empty(some.numel(), size) for size in (layout.inner, layout.hidden))
+            some, arranged = ids[at], grouped.arrange(x[at], layout, self._given)
+            inner = arranged.new_empty(some.numel(), layout.inner)
+            out = arranged.new_empty(some.numel(), layout.hidden, dtype=self._result)
             ordered = pairs.sort_pairs(some, self._pool.experts)
             parts.append(_Part(at, arranged, some, weights[at], ordered, inner, out))
         return parts

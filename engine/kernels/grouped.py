@@ -2,10 +2,11 @@
 
 Pairs (a row and one of its ranks) are sorted by expert; a program takes a tile of one expert's pairs and a tile of its
 columns, and decodes the blob's blocks into tensor core operands as it goes: quantised weights are the left factor,
-which may come from registers. Activations are rounded to the precision of the products, 16-bit on a GPU (a relative
-1.1e-3 of each number, about 1.6e-3 of the result); weights are exact but for int8, whose scale times code is rounded
-likewise. Sums are float32. Which tile a program has follows from where experts begin alone: expert e's tiles are
-numbered from ``start[e] // tile + e`` on, so some numbers have none.
+which may come from registers. Activations are rounded to the precision of the products: on a GPU bfloat16 (a relative
+1.1e-3 of each number, about 1.6e-3 of the result), or for int8, whose scales are float16, float16 (an eighth of that).
+Weights are exact but for int8, whose scale times code is rounded likewise. Sums are float32. Which tile a program has
+follows from where experts begin alone: expert e's tiles are numbered from ``start[e] // tile + e`` on, so some numbers
+have none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from engine.experts.layout import BLOCK, MOST_PARTS, Layout
 from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.limits import shared_memory
-from engine.kernels.pairs import combine_pairs, sort_pairs
+from engine.kernels.pairs import combine_pairs, sort_pairs, unit
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,27 @@ FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
     "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 4)),
-    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 3), Tile(128, 32, 128, 64, 4, 3)),
-    "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
+    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 3), Tile(128, 32, 128, 64, 8, 3)),
+    "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 8, 3)),
 }
 """The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""
 ARRANGED = 2048
 """Numbers that one program puts in order."""
 
 _KINDS = {"bf16": 0, "int8": 1, "mxfp4": 2}
+
+
+def precision(layout: Layout, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Of activations in products, and of what ``down`` gives."""
+    if device.type == "cpu":  # the interpreter
+        return torch.float32, torch.float32
+    return torch.float16 if layout.format.name == "int8" else torch.bfloat16, torch.float16
+
+
+@triton.constexpr_function
+def _small(kind: int, half: tl.dtype) -> int:
+    """What weights of MXFP4 as bfloat16 are divided by."""
+    return 1 << 24 if kind == 2 and half == tl.bfloat16 else 1
 
 
 @triton.jit
@@ -74,34 +88,27 @@ def _expert_of(start, number, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexp
 
 
 @triton.jit
-def _pairs(packed):
-    """[..., 2]: the two bfloat16 in every int32, which are registers of a product as they are."""
-    low = packed.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low, (packed >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+def _pairs(packed, half: tl.constexpr):
+    """[..., 2]: the two numbers in every int32, which are registers of a product as they are."""
+    low = packed.to(tl.int16).to(half, bitcast=True)
+    return tl.join(low, (packed >> 16).to(tl.int16).to(half, bitcast=True))
 
 
 @triton.jit
 def _int8(data, scale, ODD: tl.constexpr, half: tl.constexpr):
     """Weights [..., 2] of bytes ODD and ODD + 2 of words; ``scale``: the bits of float16."""
-    factor = (scale & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    if half == tl.bfloat16:
-        # scales are positive and have 11 bits: 8 of them, and the rest
-        high = factor.to(tl.int32, bitcast=True) & -65536
-        low = (factor - high.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-        # A code is 128 + its lower bits, less 128 or, if it is negative, 256. Times a scale of two bfloat16.
+    if half == tl.float16:
+        # With its sign bit turned a code is 128 more, which float16 has in the lowest bits of 1024 and more.
         weights = tl.inline_asm_elementwise(
-            """{ .reg .b32 code, less, one, zero;
-            lop3.b32 code, $1, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 less, $1, 0x00800080, 0x43004300, 0xEA;
-            mov.b32 one, 0xBF80BF80;
-            mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 code, less, one, code;
-            fma.rn.bf16x2 less, code, $3, zero;
-            fma.rn.bf16x2 $0, code, $2, less; }""",
-            "=r,r,r,r", [data >> (8 * ODD), high | (high >> 16), low | (low >> 16)], dtype=tl.int32, is_pure=True,
-            pack=1,
+            """{ .reg .b32 code, less;
+            lop3.b32 code, $1, 0x00FF00FF, 0x64806480, 0x6A;
+            mov.b32 less, 0xE480E480;
+            add.rn.f16x2 code, code, less;
+            mul.rn.f16x2 $0, code, $2; }""",
+            "=r,r,r", [data >> (8 * ODD), (scale & 0xFFFF) * 65537], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        return _pairs(weights)
+        return _pairs(weights, half)
+    factor = (scale & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     first, second = (data << (24 - 8 * ODD)) >> 24, (data << (8 - 8 * ODD)) >> 24
     return tl.join((first.to(tl.float32) * factor).to(half), (second.to(tl.float32) * factor).to(half))
 
@@ -109,20 +116,19 @@ def _int8(data, scale, ODD: tl.constexpr, half: tl.constexpr):
 @triton.jit
 def _mxfp4(data, scale, PLACE: tl.constexpr, half: tl.constexpr):
     """Weights [..., 2] of the nibbles of words at PLACE and PLACE + 4; ``scale``: the byte. Codes become 2^-126 times
-    what they stand for, the smallest a denormal."""
+    what they stand for, the smallest a denormal; as bfloat16, divided as ``_small`` says, one product makes them
+    weights, of scales up to 2^25."""
     if half == tl.bfloat16:
         # A product puts the sign of one copy and the rest of another where they belong.
         nibbles = (data >> (PLACE // 2 * 8)) & (0x000F000F << (PLACE % 2 * 4))
         codes = (nibbles * (4160 >> (PLACE % 2 * 4))) & -2118090304
         weights = tl.inline_asm_elementwise(
-            """{ .reg .b32 codes, large, zero;
-            mov.b32 large, 0x7E807E80;
+            """{ .reg .b32 zero;
             mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 codes, $1, large, zero;
-            fma.rn.bf16x2 $0, codes, $2, zero; }""",
-            "=r,r,r", [codes, (scale & 255) * 8388736], dtype=tl.int32, is_pure=True, pack=1,
+            fma.rn.bf16x2 $0, $1, $2, zero; }""",
+            "=r,r,r", [codes, ((scale & 255) + 102) * 8388736], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        return _pairs(weights)
+        return _pairs(weights, half)
     factor = ((scale & 255) << 23).to(tl.float32, bitcast=True)
     first, second = data << (28 - 4 * PLACE), data << (12 - 4 * PLACE)
     first = ((first & -2147483648) | ((first >> 6) & 0x1C00000)).to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -215,9 +221,9 @@ def _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS: tl
 def _store_gate_up(
     total, out, pair, end, inner, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """silu(gate) * up, columns in the order of ``arrange``. ``total`` as ``_columns`` gives it."""
+    """silu(gate) * up as ``arrange`` would give it. ``total`` as ``_columns`` gives it."""
     gates, ups = tl.split(tl.permute(tl.reshape(total, (COLUMNS // 32, 2, 16, PAIRS)), (0, 2, 3, 1)))
-    result = (gates / (1.0 + tl.exp(-gates)) * ups).to(out.dtype.element_ty)
+    result = (gates / (1.0 + tl.exp(-gates)) * ups * (1 / unit(out.dtype.element_ty))).to(out.dtype.element_ty)
     if KIND == 0:
         result = tl.trans(tl.reshape(result, (COLUMNS // 2, PAIRS)))
     elif KIND == 1:
@@ -234,7 +240,8 @@ def _store_down(total, out, order, pair, end, hidden, PAIRS: tl.constexpr, COLUM
     """``total`` as ``_columns`` gives it: columns that lie apart would be written a sector each."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     to = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)[:, None] * hidden + column[None, :]
-    result = tl.trans(tl.reshape(total.to(out.dtype.element_ty), (COLUMNS, PAIRS)))
+    total = (total * (1 / unit(out.dtype.element_ty))).to(out.dtype.element_ty)
+    result = tl.trans(tl.reshape(total, (COLUMNS, PAIRS)))
     tl.store(out + to, result, mask=(pair < end)[:, None] & (column < hidden)[None, :])
 
 
@@ -264,7 +271,11 @@ def _tile(
             total = tl.dot(part, _bf16(words, K, half), total, input_precision="ieee")
         else:
             total = tl.dot(_coded(words, KIND, K, half), tl.trans(part), total, input_precision="ieee")
-    total = _columns(total, KIND, PAIRS, COLUMNS)
+            if half != tl.float32:
+                # Else the next weights could take the registers of a product that still reads them: Triton up to 3.6
+                # does not wait for all (its issue 9433).
+                total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    total = _columns(total * (unit(half) * _small(KIND, half)), KIND, PAIRS, COLUMNS)
     if DOWN:
         _store_down(total, out, order, pair, end, hidden, PAIRS, COLUMNS)
     else:
@@ -301,12 +312,13 @@ def _arrange(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
         source = at - k + (k // 16 * 16 + k // 2 % 4 * 4 + k % 2 * 2 + k // 8 % 2)
     elif KIND == 2:  # s z t t e, from t t z e s
         source = at - k + (k // 2 % 4 * 8 + k // 8 % 2 * 4 + k % 2 * 2 + k // 16)
-    tl.store(out + at, tl.load(x + source, mask=at < size).to(out.dtype.element_ty), mask=at < size)
+    kind: tl.constexpr = out.dtype.element_ty
+    tl.store(out + at, (tl.load(x + source, mask=at < size) * (1 / unit(kind))).to(kind), mask=at < size)
 
 
 def arrange(x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """x [rows, k] in the precision of the products, each 32 k in the order in which threads decode a format's words:
-    what ``gate_up`` takes, and gives as what ``down`` takes."""
+    """x [rows, k] in the precision of the products, divided as ``unit`` says, and each 32 k in the order in which
+    threads decode a format's words: what ``gate_up`` takes, and gives as what ``down`` takes."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         blocks, kind = cdiv(x.numel(), ARRANGED), _KINDS[layout.format.name]
@@ -322,7 +334,8 @@ def gate_up(x: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tenso
 
 
 def down(h: Tensor, slots: Tensor, layout: Layout, groups: Groups, out: Tensor) -> None:
-    """down of what ``gate_up`` gave, [pairs, inner]. -> out [pairs, hidden], pair by pair: row * ranks + rank."""
+    """down of what ``gate_up`` gave, [pairs, inner]. -> out [pairs, hidden], divided as ``unit`` says, pair by pair:
+    row * ranks + rank."""
     if h.shape[0]:
         _launch(h, slots, layout, groups, out, 1, down=True)
 
@@ -370,11 +383,11 @@ def _plan(layout: Layout, tile: Tile, experts: int, down: bool) -> _Plan:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tensor) -> Tensor:
     """As ``Ops.experts``, of experts that are all in ``slots`` uint8 [experts, stride], in order; ids may be -1."""
-    count, half = slots.shape[0], torch.bfloat16 if x.is_cuda else x.dtype
+    count, (half, given) = slots.shape[0], precision(layout, x.device)
     every, ordered = _every(count, x.device), sort_pairs(ids, count)
     groups = Groups(ordered.order, ordered.start, every)
     inner = x.new_empty(ids.numel(), layout.inner, dtype=half)
-    out, y = x.new_empty(ids.numel(), layout.hidden, dtype=half), torch.empty_like(x)
+    out, y = x.new_empty(ids.numel(), layout.hidden, dtype=given), torch.empty_like(x)
     gate_up(arrange(x, layout, half), slots, layout, groups, inner)
     down(inner, slots, layout, groups, out)
     combine_pairs(out, ids, every, weights, y)

@@ -93,6 +93,12 @@ def sort_pairs(ids: Tensor, experts: int) -> Ordered:
     return Ordered(order, start, totals)
 
 
+@triton.constexpr_function
+def unit(half: tl.dtype) -> int:
+    """What numbers between products are divided by: of those in float16, what is large has room."""
+    return 64 if half == tl.float16 else 1
+
+
 @triton.jit
 def _combine_pairs(
     out, ids, slot_of, weights, y, hidden, RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
@@ -106,6 +112,7 @@ def _combine_pairs(
         here = (at < hidden) & (slot + 0 * at >= 0)
         part = tl.load(out + pair * hidden + at, mask=here, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * part
+    total *= unit(out.dtype.element_ty)
     if ADD:
         total += tl.load(y + row * hidden + at, mask=at < hidden, other=0.0)
     tl.store(y + row * hidden + at, total, mask=at < hidden)
@@ -113,7 +120,8 @@ def _combine_pairs(
 
 def combine_pairs(out: Tensor, ids: Tensor, slot: Tensor, weights: Tensor, y: Tensor, *, add: bool = False) -> None:
     """y [rows, hidden] = sum over ranks, in order, of weights [rows, k] * out [rows * k, hidden] of the pairs whose
-    expert has a slot; ``add``: to what y has. ids int32 [rows, k]; ``slot`` int32 [experts]: -1 for none."""
+    expert has a slot, ``out`` divided as ``unit`` says; ``add``: to what y has. ids int32 [rows, k]; ``slot`` int32
+    [experts]: -1 for none."""
     (rows, ranks), hidden = ids.shape, y.shape[1]
     block = min(SUMS, next_power_of_2(hidden))
     if rows:

@@ -108,12 +108,13 @@ class Experts:
         self.every = torch.arange(EXPERTS, dtype=torch.int32, device=GPU)
 
     def route(self, rows: int) -> None:
-        self.x, self.weights = random(rows, HIDDEN, dtype=torch.bfloat16), random(rows, TOP_K)
+        given, result = grouped.precision(self.layout, GPU)
+        self.x, self.weights = random(rows, HIDDEN, dtype=given), random(rows, TOP_K)
         self.ids = random(rows, EXPERTS).topk(TOP_K).indices.to(torch.int32)
         self.groups = Groups(*pairs.sort_pairs(self.ids, EXPERTS)[:2], self.every)
         count = rows * TOP_K
-        self.h = random(count, INNER, dtype=torch.bfloat16)
-        self.out, self.y = random(count, HIDDEN, dtype=torch.bfloat16), random(rows, HIDDEN)
+        self.h = random(count, INNER, dtype=given)
+        self.out, self.y = random(count, HIDDEN, dtype=result), random(rows, HIDDEN)
         self.operations = 2 * count * 3 * INNER * HIDDEN
         self.nbytes = int((self.groups.start.diff() > 0).sum()) * self.layout.nbytes
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_support import resolve
+from device_support import add_answer, resolve
 from torch import Tensor
 
 from engine.device.fake import FakeDriver
@@ -24,9 +24,8 @@ from engine.experts.pool import Pool
 from engine.experts.residency import BYTES, CPU, FETCHED
 from engine.experts.split import Split
 from engine.experts.waves import FOUND, LEFT, LINK, ROWS
-from engine.kernels import experts as kernels
 from engine.kernels import experts_twin, grouped_twin, waves_twin
-from engine.kernels.grouped import Groups
+from engine.kernels.grouped import Groups, precision
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
 LAYERS, EXPERTS, RANKS, HIDDEN, INNER = 3, 12, 2, 32, 64
@@ -49,26 +48,23 @@ def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
     return {
         "waves": decisions,
         "grouped": SimpleNamespace(
-            Groups=Groups, arrange=grouped_twin.arrange, gate_up=grouped_twin.gate_up, down=grouped_twin.down
+            Groups=Groups,
+            precision=precision,
+            arrange=grouped_twin.arrange,
+            gate_up=grouped_twin.gate_up,
+            down=grouped_twin.down,
         ),
         "pairs": SimpleNamespace(sort_pairs=grouped_twin.sort_pairs, combine_pairs=grouped_twin.combine_pairs),
     }
 
 
-def decode_twins(pool: Pool, executor: Executor) -> SimpleNamespace:
-    box = executor.layout
-    answer = executor.mailbox[box.y : box.y + 4 * box.rows * box.hidden].view(torch.float32).view(box.rows, -1)
-
+def decode_twins(pool: Pool) -> SimpleNamespace:
     def fetch(_address: int, _stride: int, slots: Tensor, decision: Any, part_bytes: Tensor) -> None:
         experts_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, decision, part_bytes)
 
-    def combine(out: Tensor, weights: Tensor, decision: Any, y: Tensor, *_: object) -> None:
-        experts_twin.combine(out, weights, decision, y, answer[: y.shape[0]])
-
     return SimpleNamespace(
-        publish=kernels.publish, fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down,
-        arrive=kernels.arrive, combine=combine,
-    )  # fmt: skip
+        fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down, combine=experts_twin.combine
+    )
 
 
 class Case:
@@ -90,8 +86,9 @@ class Case:
             for name, module in twins(self.pool, self.executor).items():
                 patch.setattr(prefill, name, module)
             patch.setattr(copies, "kernels", waves)
-            patch.setattr(offload, "kernels", decode_twins(self.pool, self.executor))
+            patch.setattr(offload, "kernels", decode_twins(self.pool))
             patch.setattr(offload, "resolve", resolve)
+            patch.setattr(offload, "add_answer", add_answer)
             patch.setattr(prefill, "CHUNK", 300)
         self.plain = [self._plain(layer) for layer in range(LAYERS)]
 
