@@ -1,8 +1,8 @@
 """Routed experts of a model that holds them in host memory: on the device, fetched, or computed by the CPU.
 
 Every layer of a step is the same sequence of work on the device, so that it can be captured into a graph: decide on the
-device; ask the CPU for its part; fetch; compute what is on the device; wait for the CPU; add up. Where experts are
-changes speed, and the last bits of the sums.
+device and ask the CPU for its part; fetch; compute what is on the device, the shared expert too; wait for the CPU; add
+its part. Where experts are changes speed, and the last bits of the sums.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels.experts import Sums
-from engine.kernels.mailbox import Request
+from engine.kernels.mailbox import Request, add_answer
 from engine.kernels.resolve import resolve
 
 _log = logging.getLogger(__name__)
@@ -174,12 +175,13 @@ class OffloadedExperts:
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         y, sums = torch.empty_like(x), self._sums(x, ids, weights, layer)
-        kernels.combine(sums.out, weights, sums.decision, y, sums.mailbox, sums.layout)
+        kernels.combine(sums.out, weights, sums.decision, y)
+        self._answer(sums.decision.counts, y)
         return y
 
     def _sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
         layout, box = self.pool.layout, self.executor.layout
-        decision, stream = self._decisions[x.shape[0] - 1], self._stream()
+        decision = self._decisions[x.shape[0] - 1]
         out = x.new_empty(*ids.shape, layout.hidden)
         inner = x.new_empty(*ids.shape, layout.inner)
 
@@ -188,9 +190,14 @@ class OffloadedExperts:
         kernels.fetch(pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
         kernels.down(inner, self._slots, decision, layout, out)
-        kernels.arrive(self._mailbox, box)
+        return Sums(out, weights, decision, answer=partial(self._answer, decision.counts))
+
+    def _answer(self, counts: Tensor, y: Tensor) -> None:
+        """Wait for the CPU's part, and add it."""
+        stream, box = self._stream(), self.executor.layout
+        self._driver.write64(stream, self._mailbox + box.arrived, 1)
         self._driver.wait64(stream, self._mailbox + box.done, 1)
-        return Sums(out, weights, decision, mailbox=self._mailbox, layout=box)
+        add_answer(y, counts, self._mailbox, box)
 
     def _measured(self) -> tuple[float, float]:
         """ns of a part on the CPU and over the link, each alone. Nothing is resident yet."""

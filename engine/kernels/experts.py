@@ -8,6 +8,7 @@ run side by side: pairs that share an expert share its read through the L2 cache
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -213,8 +214,7 @@ def down(
 
 @triton.jit
 def routed(
-    out, weights, parts, counts, cpu_y, row, at, present, inside, hidden,
-    RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr,
+    out, weights, parts, row, at, present, inside, hidden, RANKS: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
     """What ``combine`` gives, for rows and hidden columns that together make a block."""
     here = present & inside
@@ -224,62 +224,41 @@ def routed(
         part = tl.load(out + pair * hidden + at, mask=here, other=0.0)
         used = (parts_here(parts + pair, present, WHOLE) > 0) & here
         total += tl.where(used, tl.load(weights + pair, mask=present, other=0.0) * part, 0.0)
-    if WITH_CPU:  # noqa: SIM102 - known when it is compiled, unlike the other
-        if tl.load(counts + 1) > 0:
-            # Not from a cache: the CPU writes the same place for every layer.
-            source = tl.multiple_of(cpu_y.to(tl.pointer_type(tl.float32)), 16)
-            total += tl.load(source + row * hidden + at, mask=here, other=0.0, cache_modifier=".cv")
     return total
 
 
 @triton.jit
 def _combine(
-    out, weights, parts, counts, cpu_y, y, hidden,
-    RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, COPY: tl.constexpr,
+    out, weights, parts, y, hidden, RANKS: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
     begin()
     at = tl.program_id(0) * COPY + tl.arange(0, COPY)
     row, inside = tl.program_id(1) + 0 * at, at < hidden
     wait()
-    total = routed(out, weights, parts, counts, cpu_y, row, at, row >= 0, inside, hidden, RANKS, WHOLE, WITH_CPU)
+    total = routed(out, weights, parts, row, at, row >= 0, inside, hidden, RANKS, WHOLE)
     tl.store(y + row.to(tl.int64) * hidden + at, total, mask=inside)
 
 
 @dataclass(frozen=True)
 class Sums:
     """What is there of a layer's routed experts before they are added up: each pair's ``out`` [rows, k, hidden], its
-    ``weights`` [rows, k]; and, with a ``layout``, what the CPU computed in the mailbox (its address for the device).
-    With ``blobs``, slots and layout of experts, ``out`` is what ``gate_up`` gave."""
+    ``weights`` [rows, k]. ``answer`` adds the CPU's part to what a layer gives in the end, after all else, as it waits
+    for it. With ``blobs``, slots and layout of experts, ``out`` is what ``gate_up`` gave."""
 
     out: Tensor
     weights: Tensor
     decision: Decision
     whole: bool = False
-    mailbox: int = 0
-    layout: Mailbox | None = None
+    answer: Callable[[Tensor], None] | None = None
     blobs: tuple[Tensor, Layout] | None = None
 
-    @property
-    def cpu_y(self) -> int:
-        return 0 if self.layout is None else self.mailbox + self.layout.y
 
-
-def combine(
-    out: Tensor,
-    weights: Tensor,
-    decision: Decision,
-    y: Tensor,
-    mailbox: int = 0,
-    layout: Mailbox | None = None,
-    whole: bool = False,
-) -> None:
-    """Sum over ranks in order of weights [rows, k] * out [rows, k, hidden], and what the CPU computed, if anything.
-    ``mailbox``: its address for the device; without ``layout`` there is no CPU. -> y [rows, hidden]."""
-    sums, (rows, ranks, hidden) = Sums(out, weights, decision, whole, mailbox, layout), out.shape
+def combine(out: Tensor, weights: Tensor, decision: Decision, y: Tensor, whole: bool = False) -> None:
+    """Sum over ranks in order of weights [rows, k] * out [rows, k, hidden] -> y [rows, hidden]."""
+    rows, ranks, hidden = out.shape
     launch(
         _combine, (cdiv(hidden, SUMS), rows),
-        out, weights, decision.gpu_parts, decision.counts, sums.cpu_y, y, hidden,
-        RANKS=ranks, WHOLE=whole, WITH_CPU=layout is not None, COPY=SUMS, num_warps=2, early=layout is None,
+        out, weights, decision.gpu_parts, y, hidden, RANKS=ranks, WHOLE=whole, COPY=SUMS, num_warps=2,
     )  # fmt: skip
 
 

@@ -29,13 +29,11 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
         out[row, rank] = weights[:, :columns].to(h.dtype) @ h[row, rank, :columns]
 
 
-def combine(out: Tensor, weights: Tensor, decision: Decision, y: Tensor, cpu_y: Tensor | None = None) -> None:
+def combine(out: Tensor, weights: Tensor, decision: Decision, y: Tensor) -> None:
     y.zero_()
     for rank in range(weights.shape[1]):
         here = decision.gpu_parts[:, rank : rank + 1] > 0
         y += torch.where(here, weights[:, rank : rank + 1] * out[:, rank], 0.0)
-    if cpu_y is not None and int(decision.counts[1]):
-        y += cpu_y
 
 
 def _pairs(decision: Decision, layout: Layout) -> list[tuple[int, int, int, int]]:

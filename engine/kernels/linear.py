@@ -131,18 +131,16 @@ def _factors(
 @triton.jit
 def _beside(
     after, row, column, present, inside, columns,
-    BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr, WITH_CPU: tl.constexpr,
+    BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """What ``_finished`` needs, on its way while sums are made: bias, gate, routed experts, residual."""
-    bias, base, out, weights, parts, counts, cpu_y, gate, gate_row = after
+    bias, base, out, weights, parts, gate, gate_row = after
     added, gates, experts, residual = 0.0, 1.0, 0.0, 0.0
     if BIAS:
         added = tl.load(bias + column, mask=inside, other=0.0)
     if RANKS:
         gates = tl.load(gate + row * gate_row, mask=present, other=0.0)
-        experts = routed(
-            out, weights, parts, counts, cpu_y, row, column, present, inside, columns, RANKS, WHOLE, WITH_CPU
-        )
+        experts = routed(out, weights, parts, row, column, present, inside, columns, RANKS, WHOLE)
     if BASE:
         residual = tl.load(base + row * columns + column, mask=present & inside, other=0.0)
     return added, gates, experts, residual
@@ -179,7 +177,7 @@ def _linear(
     x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, most, eps, offset,
     unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
+    WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
     NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +210,7 @@ def _linear(
         tile = tl.load(tile, mask=here[None, :, None] & (part + along < inner), other=0.0)
         beside = _beside(
             after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
-            BIAS, BASE, RANKS, WHOLE, WITH_CPU,
+            BIAS, BASE, RANKS, WHOLE,
         )  # fmt: skip
         if PARTS > 1:  # noqa: SIM102 - Triton would bring in inputs ahead but for a branch, and has no room for them
             if rows > 0:
@@ -260,7 +258,7 @@ def _in_order(values):
 def _rows(
     x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WITH_CPU: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
+    WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     begin()
@@ -276,7 +274,7 @@ def _rows(
     wait()
     beside = _beside(
         after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
-        BIAS, BASE, RANKS, WHOLE, WITH_CPU,
+        BIAS, BASE, RANKS, WHOLE,
     )  # fmt: skip
     if WIDTH:
         past = window(conv, live, column, columns, row, WIDTH)
@@ -366,7 +364,6 @@ def linear(
     options = {
         "KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2], "BIAS": bias is not None,
         "BASE": base is not None, **_with(shared), **_through(conv, rows),
-        "early": shared is None or shared.sums.layout is None,
     }  # fmt: skip
     if rows <= MOST and inner <= WIDEST:
         width = max(256, next_power_of_2(inner))
@@ -401,15 +398,15 @@ def _after(out: Tensor, bias: Tensor | None, base: Tensor | None, shared: Shared
     if shared is None:
         return (*first, out, out, out, out, 0, out, 0)
     sums, decision = shared.sums, shared.sums.decision
-    pairs = (sums.out, sums.weights, decision.gpu_parts, decision.counts, sums.cpu_y)
+    pairs = (sums.out, sums.weights, decision.gpu_parts)
     return (*first, *pairs, shared.gate, shared.gate.stride(0))
 
 
 def _with(shared: Shared | None) -> dict[str, int]:
     if shared is None:
-        return {"RANKS": 0, "WHOLE": False, "WITH_CPU": False}
+        return {"RANKS": 0, "WHOLE": False}
     sums = shared.sums
-    return {"RANKS": sums.out.shape[1], "WHOLE": sums.whole, "WITH_CPU": sums.layout is not None}
+    return {"RANKS": sums.out.shape[1], "WHOLE": sums.whole}
 
 
 def _window(conv: Conv) -> tuple[Tensor | int, ...]:

@@ -1,4 +1,5 @@
-"""What kernels store in the mailbox of ``engine.experts.executor``: a request, then the word that the CPU polls."""
+"""What kernels store in the mailbox of ``engine.experts.executor``: a request, then the word that the CPU polls; and
+how they add its answer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from typing import Protocol
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.kernels.launch import begin, cdiv, launch, wait
+
+BLOCK = 256
+"""Numbers that a program adds."""
 
 
 class Mailbox(Protocol):
@@ -86,3 +92,24 @@ def release(to, value, ON_DEVICE: tl.constexpr):
         )
     else:  # the interpreter runs one program after another
         tl.store(to.to(tl.pointer_type(tl.int64)), value)
+
+
+@triton.jit
+def _add_answer(y, answer, counts, size, BLOCK: tl.constexpr):
+    begin()
+    wait()
+    if tl.load(counts + 1) > 0:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        source = tl.multiple_of(answer.to(tl.pointer_type(tl.float32)), 16)
+        # Not from a cache: the CPU writes the same place for every layer.
+        added = tl.load(source + at, mask=at < size, other=0.0, cache_modifier=".cv")
+        tl.store(y + at, tl.load(y + at, mask=at < size, other=0.0) + added, mask=at < size)
+
+
+def add_answer(y: Tensor, counts: Tensor, mailbox: int, layout: Mailbox) -> None:
+    """y [rows, hidden] += what the CPU computed, if ``counts`` of the decision say that it was asked; right after a
+    memory operation that waited for it. ``mailbox``: its address for the device."""
+    launch(
+        _add_answer, (cdiv(y.numel(), BLOCK),),
+        y, mailbox + layout.y, counts, y.numel(), BLOCK=BLOCK, num_warps=2, early=False,
+    )  # fmt: skip

@@ -183,4 +183,7 @@ class DeviceOps(Composed):
             return mxfp4.finish(sums.out, *sums.blobs, ids, weights, base, gate_up, gate, down.matrix, scale)
         halves = gate_up.chunk(2, dim=1)
         shared = linear.Shared(sums, gate)
-        return linear.linear(halves[1], down, kind=linear.SILU, gate=halves[0], base=base, shared=shared)
+        out = linear.linear(halves[1], down, kind=linear.SILU, gate=halves[0], base=base, shared=shared)
+        if sums.answer is not None:
+            sums.answer(out)
+        return out

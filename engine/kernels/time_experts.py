@@ -14,6 +14,7 @@ from engine.experts.pool import ALIGNMENT, STRIDE, aligned
 from engine.experts.residency import Decision, Residency
 from engine.kernels import experts
 from engine.kernels.experts import TILES, Tile, Tiles
+from engine.kernels.mailbox import add_answer
 from engine.kernels.resolve import resolve
 from engine.kernels.timing import GPU, Timing, measure, random, read_bandwidth, report, sets_for
 
@@ -124,7 +125,7 @@ def time_mailbox() -> None:
     for rows in (1, 16):
         box = MailboxLayout(rows, RANKS, 2048)
         memory = torch.zeros(box.nbytes, dtype=torch.uint8).pin_memory()
-        x, weights, out = random(rows, 2048), random(rows, RANKS), random(rows, RANKS, 2048)
+        x, weights = random(rows, 2048), random(rows, RANKS)
         made, arrivals = Decision.create(rows, RANKS, GPU), torch.zeros(1, dtype=torch.int32, device=GPU)
         made.gpu_parts.fill_(4)
         for work in (0, 1):
@@ -135,11 +136,11 @@ def time_mailbox() -> None:
                 for call in (
                     partial(experts.publish, x, weights, made, 3, arrivals, at, box),
                     partial(experts.arrive, at, box),
-                    partial(experts.combine, out, weights, made, torch.empty_like(x), at, box),
+                    partial(add_answer, torch.zeros_like(x), made.counts, at, box),
                 )
             ]
             kind = "with" if work else "without"
-            print(f"{rows} rows {kind} CPU work: publish, arrive, combine {', '.join(f'{t:.2f}' for t in times)} µs")
+            print(f"{rows} rows {kind} CPU work: publish, arrive, add {', '.join(f'{t:.2f}' for t in times)} µs")
 
 
 def time_all(quick: bool) -> None:

@@ -77,12 +77,9 @@ def resolve(
         ctypes.c_uint64.from_address(at + box.ready).value = request.number(layer)
 
 
-def arrive(mailbox: int, box: Any) -> None:
-    ctypes.c_uint64.from_address(mailbox + box.arrived).value = 1
-
-
-def combine(out: Tensor, weights: Tensor, decision: Any, y: Tensor, mailbox: int = 0, box: Any = None) -> None:
-    experts_twin.combine(out, weights, decision, y, memory(mailbox + box.y, y) if box is not None else None)
+def add_answer(y: Tensor, counts: Tensor, mailbox: int, box: Any) -> None:
+    if counts[1]:
+        y += memory(mailbox + box.y, y)
 
 
 def fetch(pool: int, stride: int, slots: Tensor, decision: Any, part_bytes: Tensor) -> None:
@@ -92,15 +89,14 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Any, part_bytes: Tens
         to.copy_(memory(pool + flat * stride + first, to))
 
 
-TWINS = SimpleNamespace(
-    fetch=fetch, arrive=arrive, combine=combine, gate_up=experts_twin.gate_up, down=experts_twin.down
-)
+TWINS = SimpleNamespace(fetch=fetch, combine=experts_twin.combine, gate_up=experts_twin.gate_up, down=experts_twin.down)
 
 
 def use_twins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("engine.device.load.DeviceOps", TwinOps)
     patch.setattr("engine.experts.offload.kernels", TWINS)
     patch.setattr("engine.experts.offload.resolve", resolve)
+    patch.setattr("engine.experts.offload.add_answer", add_answer)
     patch.setattr("engine.device.load.ResidentExperts", TwinResident)
 
 
