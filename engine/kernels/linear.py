@@ -396,7 +396,7 @@ def linear(
 def _after(out: Tensor, bias: Tensor | None, base: Tensor | None, shared: Shared | None) -> tuple[Tensor | int, ...]:
     first = (out if bias is None else bias, out if base is None else base)
     if shared is None:
-        return (*first, out, out, out, out, 0, out, 0)
+        return (*first, out, out, out, out, 0)
     sums, decision = shared.sums, shared.sums.decision
     pairs = (sums.out, sums.weights, decision.gpu_parts)
     return (*first, *pairs, shared.gate, shared.gate.stride(0))
