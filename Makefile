@@ -78,7 +78,7 @@ $(CLIENTS)/installed: tests/e2e/package.json
 	@command -v npm >/dev/null || { echo "npm is needed to install the clients (Debian, Ubuntu: apt install npm)"; exit 1; }
 	mkdir -p $(CLIENTS)
 	cp tests/e2e/package.json $(CLIENTS)/package.json
-	cd $(CLIENTS) && npm install --no-package-lock --no-audit --no-fund --loglevel error
+	cd $(CLIENTS) && $(NPM_INSTALL)
 	@touch $@
 
 # openclaw refuses to be installed under an older Node than 24; the Python clients have requirements that ours exclude.
