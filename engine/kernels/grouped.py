@@ -272,8 +272,8 @@ def _tile(
         else:
             total = tl.dot(_coded(words, KIND, K, half), tl.trans(part), total, input_precision="ieee")
             if half != tl.float32:
-                # Else the next weights take registers that products still read: Triton 3.6 does not wait for all of them
-                # (its issue 9433), but for what a sum of is used. This costs no instruction.
+                # Else the next weights take registers that products still read: Triton 3.6 does not wait for them (its
+                # issue 9433) unless their sum is used. This use takes no instruction.
                 total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
     total = _columns(total * (unit(half) * _small(KIND, half)), KIND, PAIRS, COLUMNS)
     if DOWN:
