@@ -28,6 +28,10 @@ using std::int64_t;
 
 #if defined(__x86_64__)
 bool vnni() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"); }
+bool avxvnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1u << 4) != 0;
+}
 bool vbmi() { return vnni() && __builtin_cpu_supports("avx512vbmi"); }
 #endif
 
@@ -70,7 +74,7 @@ const ft::Dots& dots_named(const char* name) {
   if (std::strcmp(name, "amx") == 0) return ft::amx_dots();
   if (std::strcmp(name, "avx512") == 0 && vbmi()) return ft::vbmi_dots();
   if (std::strcmp(name, "avx512") == 0 && vnni()) return ft::vnni_dots();
-  if (std::strcmp(name, "scalar") != 0) return ft::avx2_dots();
+  if (std::strcmp(name, "scalar") != 0) return avxvnni() ? ft::avxvnni_dots() : ft::avx2_dots();
 #endif
   return ft::scalar_dots();
 }

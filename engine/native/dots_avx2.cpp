@@ -16,6 +16,7 @@ struct Parts {
 
 inline __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
 inline __m256i all(std::int32_t x) { return _mm256_set1_epi32(x); }
+inline __m256i load_bits(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 template <bool kExact>
 struct Avx2 {
@@ -43,8 +44,7 @@ struct Int8 : Avx2<kExact> {
   };
 
   static Bytes load(const char* codes, int step) {
-    const Words w = load_words(codes + step * 4 * ft::kBlock);
-    const __m256i all = _mm256_xor_si256(w.v, _mm256_set1_epi8(-128));
+    const __m256i all = _mm256_xor_si256(load_bits(codes + step * 4 * ft::kBlock), _mm256_set1_epi8(-128));
     return {all, _mm256_and_si256(all, _mm256_set1_epi16(255)), _mm256_srli_epi16(all, 8)};
   }
   static void add(Parts& sum, const Bytes& w, const std::int32_t* x, int) {
@@ -78,9 +78,9 @@ struct Mxfp4 : Avx2<kExact> {
     const __m256i mask = _mm256_set1_epi8(15);
     Nibbles nibbles;
     for (int i = 0; i < 2; ++i) {
-      const Words w = load_words(codes + (2 * step + i) * 4 * ft::kBlock);
-      nibbles.quad[2 * i] = _mm256_shuffle_epi8(table, _mm256_and_si256(w.v, mask));
-      nibbles.quad[2 * i + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w.v, 4), mask));
+      const __m256i w = load_bits(codes + (2 * step + i) * 4 * ft::kBlock);
+      nibbles.quad[2 * i] = _mm256_shuffle_epi8(table, _mm256_and_si256(w, mask));
+      nibbles.quad[2 * i + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w, 4), mask));
     }
     return nibbles;
   }

@@ -41,7 +41,7 @@ void dot(const ft::Integers& a, const void* panels, int64_t depth, int64_t count
         for (int part = 0; part < parts; ++part) {
           for (int row = 0; row < kRows; ++row) sums[part][row] = Format::start(starts + 2 * row);
         }
-#if defined(__AVX512F__)  // with fewer registers the sums would not stay in them
+#if defined(__AVX512F__) || defined(__AVXVNNI__)  // with more sums they would not stay in registers
 #pragma GCC unroll 8
 #else
 #pragma GCC unroll 1

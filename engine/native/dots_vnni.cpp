@@ -1,4 +1,6 @@
 #if defined(__x86_64__)
+#include "vec_avx512.h"
+
 #include "dots_vnni.h"
 
 namespace ft {

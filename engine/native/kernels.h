@@ -95,6 +95,7 @@ const Dots& scalar_dots();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Dots& avx2_dots();
+const Dots& avxvnni_dots();
 const Dots& vnni_dots();
 const Dots& vbmi_dots();
 const Dots& amx_dots();

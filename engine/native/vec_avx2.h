@@ -63,11 +63,6 @@ inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   high.v = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Codes of quantised weights, a 32-bit word of four bytes or eight nibbles per lane.
-struct Words {
-  __m256i v;
-};
-inline Words load_words(const void* p) { return {_mm256_loadu_si256(static_cast<const __m256i*>(p))}; }
 inline Vec widen_half(const std::uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }

@@ -67,11 +67,6 @@ inline void load_pair(const std::uint16_t* p, Vec& low, Vec& high) {
   high.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Codes of quantised weights, a 32-bit word of four bytes or eight nibbles per lane.
-struct Words {
-  __m512i v;
-};
-inline Words load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Vec widen_half(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
