@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,3 +63,14 @@ def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch
     for got, want in ((h, grouped.arrange(want_h, layout, want_h.dtype)), (out, want_out), (y, want_y)):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "half"), [("int8", "*fp16"), pytest.param("mxfp4", "*bf16", marks=pytest.mark.deep)])
+def test_no_product_goes_on_while_the_next_weights_are_made(tmp_path: Path, name: str, half: str) -> None:
+    """It would read their registers."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept |= {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-P", str(Path(__file__).with_name("waits_dry.py")), name, half]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, [0]]
