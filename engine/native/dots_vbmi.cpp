@@ -75,7 +75,7 @@ class Tiles {
 };
 
 struct Amx {
-  static constexpr int rows = 16, from = 2;
+  static constexpr int rows = 16, from = 4;
   template <int kRows>
   using Tiles = ::Tiles<kRows>;
 };

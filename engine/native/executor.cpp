@@ -31,7 +31,7 @@ constexpr int kTasksPerThread = 4;
 constexpr std::int64_t kUnit = 4;
 constexpr std::int64_t kGatheredBlocks = 16;
 // Weights are asked for so many bytes before they are needed, and more of them by a task that waits for activations.
-constexpr std::int64_t kAhead = 4096, kWarm = 8192;
+constexpr std::int64_t kAhead = 8192, kWarm = 16384;
 
 // Some processors bring memory that is read in order to themselves better than they are told to, others do not.
 bool worth_asking() {
