@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.driver import DriverError
 from engine.device.fake import FakeDriver
 from engine.experts.executor import Executor, ExecutorError
 from engine.experts.layout import FORMATS, Layout
@@ -257,6 +258,21 @@ def test_a_dead_executor_is_an_error(made: Any) -> None:
         assert y.isnan().all()
         with pytest.raises(ExecutorError, match="have not answered"):
             offloaded.after_step()
+    offloaded.close()
+
+
+def test_only_the_answer_waits_for_the_cpu(made: Any) -> None:
+    """All else of a layer is launched before it, the shared expert by whoever asked for the sums."""
+    pool, executor = made().pool, DeadExecutor(made().executor)
+    driver = FakeDriver(patience=0.05)
+    offloaded = OffloadedExperts(pool, cast(Executor, executor), driver, Split(LAYERS, 1.0, 1.0), room(pool, 2))
+    offloaded.fix(0.0)
+    offloaded.start(fetches=False)
+    x, ids, weights = routed(2, 1)
+    sums = offloaded.sums(x, ids, weights, 0)
+    assert sums is not None and sums.answer is not None
+    with pytest.raises(DriverError, match="waits for 1"):
+        sums.answer(torch.zeros_like(x))
     offloaded.close()
 
 
