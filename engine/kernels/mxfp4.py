@@ -1,10 +1,10 @@
 """Routed experts in MXFP4 (``engine.experts.layout``), for few rows, on the tensor cores.
 
-What bounds other ways is not memory but instructions: these take about two a weight, a third of what products one by
-one take. A program computes panels of one pair (a row and one of its ranks); its warps share the k, so that what a pair
-gives does not depend on other pairs. Every thread decodes the words that it reads, in the order in which a product
-takes them from its registers. Activations are the sum of two bfloat16 (float32 in the interpreter, which does not know
-bfloat16), which keeps 16 of their 24 bits; weights are exact. Scales are applied to the products of each block.
+What bounds products one by one is not memory but instructions, 6 a weight; these take 2, and as many again for a
+program as a whole. A program computes panels of one pair (a row and one of its ranks); its warps share the k, so that
+what a pair gives does not depend on other pairs. Every thread decodes the words that it reads, in the order in which a
+product takes them from its registers. Activations are the sum of two bfloat16 (float32 in the interpreter, which does
+not know bfloat16), which keeps 16 of their 24 bits; weights are exact. Scales are applied to the products of a block.
 
 A bfloat16 of 2^-126 times a weight is what its nibble gives without a table; 2^63 times activations and 2^63 times
 scales make up for it, so that no product is a denormal.
@@ -33,22 +33,21 @@ _RAISE = tl.constexpr(9223372036854775808.0)
 
 @dataclass(frozen=True)
 class Tile:
-    """``groups`` of k, of so many ``panels`` at a time, by so many ``warps``."""
+    """``groups`` of k at a time, by so many ``warps``."""
 
     groups: int
-    panels: int
     warps: int
 
 
-GATE_UP, DOWN, FINISH = Tile(64, 2, 16), Tile(16, 4, 8), Tile(128, 1, 16)
-"""The same on every GPU: a tile sets the order of the sums."""
+GATE_UP, DOWN, FINISH = Tile(32, 16), Tile(16, 8), Tile(128, 16)
+"""The same on every GPU: a tile sets the order of the sums. That of gate_up leaves room beside it for programs of the
+next kernel, which counts for more than having all of k on its way at once."""
 
 
 @triton.jit
-def _ask(address, here, EVEN: tl.constexpr):
-    """A tile; zeros where it is not ``here``. Volatile, or the assembler would ask for the last of it only after it has
-    computed with the first."""
-    return tl.load(address, volatile=True) if EVEN else tl.load(address, mask=here, other=0, volatile=True)
+def _read(address, here, EVEN: tl.constexpr):
+    """A tile; zeros where it is not ``here``."""
+    return tl.load(address) if EVEN else tl.load(address, mask=here, other=0)
 
 
 @triton.jit
@@ -72,39 +71,18 @@ def _nibbles(data, PLACE: tl.constexpr, half: tl.constexpr):
 
 
 @triton.jit
+def _weights(data, half: tl.constexpr):
+    """Words [...] as [..., half of it, place // 2, odd place]."""
+    even = tl.join(_nibbles(data, 0, half), _nibbles(data, 2, half))
+    return tl.join(even, tl.join(_nibbles(data, 1, half), _nibbles(data, 3, half)))
+
+
+@triton.jit
 def _round(first, second):
     """Words of two bfloat16."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _pieces(values, again, half: tl.constexpr):
-    """``values`` [..., 2] rounded to ``half``; where ``again`` is -1, what that leaves, likewise, and not where 0."""
-    first, second = tl.split(values)
-    if half == tl.bfloat16:
-        high = _round(first, second)
-        first += again * (high << 16).to(tl.float32, bitcast=True)
-        second += again * (high & -65536).to(tl.float32, bitcast=True)
-        pieces = _pair(_round(first, second))
-    else:
-        pieces = tl.join(first + again * first, second + again * second)
-    return pieces
-
-
-@triton.jit
-def _activations(x, group, here, inner, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr):
-    """What ``_products`` takes, as it was stored: float32, or SPLIT (``_store``)."""
-    four, eight = tl.arange(0, 4)[:, None, None, None, None], tl.arange(0, 8)[None, :, None, None, None]
-    last, here = tl.arange(0, 4)[None, None, None, None, :], here[None, None, :, None, None]
-    if SPLIT:
-        at = four * 4 + tl.minimum(eight, 1) * (inner // 2) + group[None, None, :, None, None] * 16 + last
-        values = _ask(x.to(tl.pointer_type(tl.int32)) + at, here, EVEN)
-    else:
-        k = four * 8 + tl.arange(0, 2)[None, None, None, :, None] * 4 + last + eight * 0
-        values = _ask(x + (group[None, None, :, None, None] * 32 + k), here, EVEN)
-    return values
 
 
 @triton.jit
@@ -122,72 +100,133 @@ def _store(to, k, values, inner, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _products(
-    blob, at, first, x, group, here, factor, inner,
-    NEAR: tl.constexpr, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Products of a tile, times ``factor`` [groups]: [groups, 8 NEAR rows of each panel, 8], for ``_added``. ``at``
-    [groups, panels]: where blocks begin in the words of ``blob``; rows of them are taken from ``first`` on. ``x``:
-    where the groups of k are numbered from.
+def _products(blob, at, first, x, group, here, factor, inner, half: tl.constexpr, SPLIT: tl.constexpr):
+    """Products of 16 rows of blocks, from ``first`` on, times ``factor`` [groups]: [groups, 16, 8], for ``_added``.
+    ``at`` [groups]: where blocks begin in the words of ``blob``; ``group``: what they are multiplied with.
 
-    Of a warp's 8 x 4 threads each has NEAR neighbouring rows and 8 k. The activations' two pieces are the first two of
+    Of a warp's 8 x 4 threads each has two neighbouring rows and 8 k. The activations' two pieces are the first two of
     8 columns, and the others do not count."""
     G: tl.constexpr = at.shape[0]
-    P: tl.constexpr = at.shape[1]
-    four, eight = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
-    # From numbers, as Triton would give a thread the scales of several groups of rows.
-    scales = blob.to(tl.int64) + at[None, None, :, :] * 4 + (first + eight * NEAR + four * 0)
-    scales = scales.to(tl.pointer_type(tl.int32 if NEAR == 4 else tl.int16))
-    scale = _ask(scales, here[None, None, :, None], EVEN).to(tl.int32)
-    rows = eight[:, :, :, :, None] * NEAR + tl.arange(0, NEAR)[None, None, None, None, :]
-    data = blob + (at[None, None, :, :, None] + (8 + first + four[:, :, :, :, None] * 32 + rows))
-    data = _ask(data, here[None, None, :, None, None], EVEN)
-    values = _activations(x, group, here, inner, EVEN, half, SPLIT)
+    four, eight = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
+    at, here = at[None, None, :], here[None, None, :]
+    # From numbers, as Triton would give a thread the scales of several pairs of rows.
+    scales = (blob.to(tl.int64) + at * 4 + (first + eight * 2 + four * 0)).to(tl.pointer_type(tl.int16))
+    scale = _read(scales, here, False).to(tl.int32)
+    two, here = tl.arange(0, 2)[None, None, None, :], here[:, :, :, None]
+    data = _read(blob + (at + (8 + first + four * 32 + eight * 2))[:, :, :, None] + two, here, False)
+    four, eight = four[:, :, :, None, None], eight[:, :, :, None, None]
+    group, here = group[None, None, :, None, None], here[:, :, :, :, None]
+    last = tl.arange(0, 4)[None, None, None, None, :]
+    if SPLIT:
+        words = x.to(tl.pointer_type(tl.int32)) + (group * 16 + four * 4 + tl.minimum(eight, 1) * (inner // 2) + last)
+        values = tl.reshape(_pair(_read(words, here, False)), (4, 8, G, 2, 2, 2))
+    else:
+        k = group * 32 + four * 8 + tl.arange(0, 2)[None, None, None, :, None] * 4 + last + eight * 0
+        values = tl.reshape(_read(x + k, here, False) * _RAISE, (4, 8, G, 2, 2, 2))
+        values = tl.where(eight[:, :, :, :, :, None] == 0, tl.permute(values, (0, 1, 2, 3, 5, 4)), 0.0)
     tl.debug_barrier()  # all is on its way before any of it is waited for
 
     # In the order of a product's registers: k is [odd place][four][place // 2][half of a word].
-    data = tl.permute(tl.reshape(data, (4, 8, G, P, NEAR // 2, 2)), (2, 3, 4, 5, 1, 0))
-    data = tl.reshape(data, (G, P * NEAR * 8, 4))
-    even = tl.join(_nibbles(data, 0, half), _nibbles(data, 2, half))
-    odd = tl.join(_nibbles(data, 1, half), _nibbles(data, 3, half))
-    weights = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 5, 2, 4, 3)), (G, P * NEAR * 8, 32))
-    if SPLIT:
-        values = tl.reshape(_pair(values), (4, 8, G, 2, 2, 2))
-    else:
-        values = tl.permute(tl.reshape(values * _RAISE, (4, 8, G, 2, 2, 2)), (0, 1, 2, 3, 5, 4))
-        values = _pieces(values, tl.where(eight[:, :, :, :, None] > 0, -1.0, 0.0), half)
     values = tl.reshape(tl.permute(values, (2, 3, 0, 4, 5, 1)), (G, 32, 8))
+    data = tl.reshape(tl.permute(data, (2, 3, 1, 0)), (G, 16, 4))
+    weights = tl.reshape(tl.permute(_weights(data, half), (0, 1, 5, 2, 4, 3)), (G, 16, 32))
     total = tl.dot(weights, values, input_precision="ieee")
-
-    if NEAR == 4:
-        scale = tl.join(tl.join(scale << 23, scale << 7), tl.join(scale << 15, scale >> 1))
-    else:
-        scale = tl.join(scale << 23, scale << 15)
-    scale = tl.reshape((scale & 0x7F800000).to(tl.float32, bitcast=True), (4, 8, G, P, NEAR // 2, 2))
-    counts = tl.arange(0, 4)[:, None, None, None, None, None] == 0
-    scale *= tl.where(counts, factor[None, None, :, None, None, None] * _RAISE, 0.0)
-    scale = tl.reshape(tl.permute(scale, (2, 3, 4, 5, 1, 0)), (G, P * NEAR * 8, 4))
-    return total * tl.reshape(tl.join(scale, scale), (G, P * NEAR * 8, 8))
+    scale = (tl.join(scale << 23, scale << 15) & 0x7F800000).to(tl.float32, bitcast=True)
+    counts = tl.arange(0, 4)[:, None, None, None] == 0
+    scale *= tl.where(counts, factor[None, None, :, None] * _RAISE, 0.0)
+    scale = tl.reshape(tl.permute(scale, (2, 3, 1, 0)), (G, 16, 4))
+    return total * tl.reshape(tl.join(scale, scale), (G, 16, 8))
 
 
 @triton.jit
-def _added(total, P: tl.constexpr, WARPS: tl.constexpr):
-    """What ``_products`` gave: [panels, rows of each]."""
-    G: tl.constexpr = total.shape[0]
-    N: tl.constexpr = total.shape[1] // P
-    total = tl.sum(tl.reshape(total, (G // WARPS, WARPS, P * N, 8)), axis=0)  # of each warp
+def _added(total, WARPS: tl.constexpr):
+    """What ``_products`` gave: [16]."""
+    total = tl.sum(tl.reshape(total, (total.shape[0] // WARPS, WARPS, 16, 8)), axis=0)  # of each warp
     total = tl.sum(tl.sum(total, axis=2), axis=0)
-    return tl.reshape(tl.permute(tl.reshape(total, (P, N // 16, 2, 8)), (0, 3, 1, 2)), (P, N))
+    return tl.reshape(tl.trans(tl.reshape(total, (2, 8))), (16,))
+
+
+@triton.jit
+def _words_of(x, here, EVEN: tl.constexpr, half: tl.constexpr):
+    """Activations at pointers ``x`` as words: [groups, 4 eights, 4 (odd place, place // 2), halves, 2 pieces]; of
+    bfloat16, both halves are in one word."""
+    G: tl.constexpr = x.shape[0] // 32
+    values = tl.permute(tl.reshape(_read(x, here, EVEN) * _RAISE, (G, 4, 2, 2, 2)), (0, 1, 2, 4, 3))
+    if half == tl.bfloat16:
+        first, second = tl.split(values)
+        high = _round(first, second)
+        first -= (high << 16).to(tl.float32, bitcast=True)
+        second -= (high & -65536).to(tl.float32, bitcast=True)
+        words = tl.reshape(tl.join(high, _round(first, second)), (G, 4, 4, 1, 2))
+    else:
+        words = tl.reshape(tl.join(values, 0.0 * values), (G, 4, 4, 2, 2))
+    return words
+
+
+@triton.jit
+def _wide_products(
+    blob, at, stride, x, group, here, inner, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Of both panels that are ``stride`` words apart, at full use of a product's 8 columns: each of the four threads
+    that share a product's rows has rows of its own, and columns of its own where its activations are, zeros elsewhere.
+    Two of them have the other eights of k. -> [groups, 32 (2, 2 rows, 2 panels, 4), 8 (2 eights of k, 2 pairs of quads,
+    2 pieces)], for ``_wide_added``."""
+    G: tl.constexpr = at.shape[0]
+    four, eight = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
+    block, live = at[None, None, :] + eight // 4 * stride, here[None, None, :]
+    quad = eight % 4 * 2 + four % 2
+    # From numbers, as Triton would give a thread the scales of several groups of rows.
+    scales = blob.to(tl.int64) + (block + quad) * 4
+    scale = _read(scales.to(tl.pointer_type(tl.int32)), live, EVEN)
+    four, eight, live = four[:, :, :, None, None], eight[:, :, :, None, None], live[:, :, :, None, None]
+    octet, last = tl.arange(0, 2)[None, None, None, :, None] * 2 + four // 2, tl.arange(0, 4)[None, None, None, None, :]
+    data = block[:, :, :, None, None] + (8 + octet * 32 + quad[:, :, :, None, None] * 4 + last)
+    data = _read(blob + data, live, EVEN)
+    mine = eight // 2 == four
+    if SPLIT:
+        words = group[None, None, :, None, None] * 16 + octet * 4 + eight % 2 * (inner // 2) + last
+        words = _read(x.to(tl.pointer_type(tl.int32)) + words, live & mine, False)
+    else:
+        inside = tl.reshape(tl.broadcast_to(here[:, None], (G, 32)), (G * 32,))
+        words = _words_of(x + tl.arange(0, G * 32), inside, EVEN, half)
+    tl.debug_barrier()  # all is on its way before any of it is waited for
+
+    # k is [2][odd place][four][place // 2][half of a word].
+    if not SPLIT:
+        H: tl.constexpr = words.shape[3]
+        words = tl.permute(tl.reshape(words, (G, 2, 2, 4, H, 2)), (2, 5, 0, 1, 3, 4))
+        words = tl.broadcast_to(tl.reshape(words, (2, 1, 1, 2, G, 2, 4 * H)), (2, 2, 4, 2, G, 2, 4 * H))
+        words = tl.where(mine, tl.reshape(words, (4, 8, G, 2, 4 * H)), 0)
+    if half == tl.bfloat16:
+        words = _pair(words)
+    values = tl.permute(tl.reshape(words, (4, 8, G, 2, 2, 2, 2)), (2, 3, 4, 0, 5, 6, 1))
+    data = tl.permute(tl.reshape(data, (4, 8, G, 2, 2, 2)), (2, 4, 5, 1, 3, 0))
+    weights = tl.permute(_weights(tl.reshape(data, (G, 32, 2, 4)), half), (0, 1, 2, 6, 3, 5, 4))
+    total = tl.dot(tl.reshape(weights, (G, 32, 64)), tl.reshape(values, (G, 64, 8)), input_precision="ieee")
+    scale = tl.join(tl.join(scale << 23, scale << 7), tl.join(scale << 15, scale >> 1)) & 0x7F800000
+    scale = tl.permute(scale.to(tl.float32, bitcast=True) * _RAISE, (2, 3, 4, 1, 0))
+    scale = tl.reshape(scale, (G, 32, 4))
+    return total * tl.reshape(tl.join(scale, scale), (G, 32, 8))
+
+
+@triton.jit
+def _wide_added(total, WARPS: tl.constexpr):
+    """What ``_wide_products`` gave: [2 panels, 32 rows]."""
+    G: tl.constexpr = total.shape[0]
+    total = tl.sum(tl.reshape(total, (G // WARPS, WARPS, 32, 8)), axis=0)  # of each warp
+    total = tl.sum(tl.sum(tl.reshape(total, (WARPS, 32, 2, 2, 2)), axis=4), axis=2)
+    total = tl.reshape(tl.sum(total, axis=0), (2, 2, 2, 4, 2))
+    return tl.reshape(tl.permute(total, (2, 3, 4, 0, 1)), (2, 32))
 
 
 @triton.jit
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    COUNT: tl.constexpr, GROUPS: tl.constexpr, PANELS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
-    RANKS: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr, RANKS: tl.constexpr,
+    WHOLE: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     begin()
-    pair, panel = tl.program_id(0), tl.program_id(1) * PANELS
+    pair, panel = tl.program_id(0), tl.program_id(1) * 2
     wait()
     slot, parts = slot_of(slot_in, parts_in, pair, WHOLE)
     part = (panel >= b1).to(tl.int32) + (panel >= b2).to(tl.int32) + (panel >= b3).to(tl.int32)
@@ -197,47 +236,49 @@ def _gate_up(
         section = tl.multiple_of(slots + slot.to(tl.int64) * stride_words + offset, 16)
         blob = section + (panel - first) * (COUNT * _WORDS)
         row_x = x + (pair // RANKS).to(tl.int64) * hidden
-        group, which = tl.arange(0, GROUPS), tl.arange(0, PANELS)
-        at = group[:, None] * _WORDS + which[None, :] * (COUNT * _WORDS)
-        total = tl.zeros((GROUPS, PANELS * 32, 8), tl.float32)
+        group = tl.arange(0, GROUPS)
+        total = tl.zeros((GROUPS, 32, 8), tl.float32)
         for start in tl.range(0, COUNT, GROUPS):
-            here, one = start + group < COUNT, 1.0 + 0.0 * group
-            row = row_x + start * 32
-            total += _products(blob + start * _WORDS, at, 0, row, group, here, one, hidden, 4, EVEN, half, False)
+            words, row, here = blob + start * _WORDS, row_x + start * 32, start + group < COUNT
+            total += _wide_products(
+                words, group * _WORDS, COUNT * _WORDS, row, group, here, hidden, EVEN, half, False
+            )  # fmt: skip
         # For who comes next: as large a share of the part's down section.
         share = section + (end - first) * (COUNT * _WORDS) + (panel - first) * (COUNT * _WORDS // 2)
-        prefetch(share + tl.minimum(tl.arange(0, AHEAD) * 16, PANELS * COUNT * _WORDS // 2 - 1))
-        both = tl.reshape(_added(total, PANELS, WARPS), (PANELS, 2, 16))
-        gates, ups = tl.split(tl.trans(both, 0, 2, 1))
-        column = (panel + which[:, None]) * 16 + tl.arange(0, 16)[None, :]
+        prefetch(share + tl.minimum(tl.arange(0, AHEAD) * 16, COUNT * _WORDS - 1))
+        gates, ups = tl.split(tl.trans(tl.reshape(_wide_added(total, WARPS), (2, 2, 16)), 0, 2, 1))
+        column = (panel + tl.arange(0, 2)[:, None]) * 16 + tl.arange(0, 16)[None, :]
         _store(out + pair.to(tl.int64) * inner, column, gates * sigmoid(gates) * ups, inner, SPLIT)
 
 
 @triton.jit
 def _down(
     h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    COUNT: tl.constexpr, GROUPS: tl.constexpr, PANELS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     begin()
-    pair, panel = tl.program_id(0), tl.program_id(1) * PANELS + tl.arange(0, PANELS)
+    pair, panel = tl.program_id(0), tl.program_id(1) * 2
     wait()
     slot, parts = slot_of(slot_in, parts_in, pair, WHOLE)
     if parts > 0:
         blob = tl.multiple_of(slots + slot.to(tl.int64) * stride_words, 16)
         row_h, panels = h + pair.to(tl.int64) * inner, hidden // 32
-        last = of_part(parts, 2, 3, 4, b1, b2, b3, b4)
-        total = tl.zeros((GROUPS, PANELS * 32, 8), tl.float32)
+        last, other = of_part(parts, 2, 3, 4, b1, b2, b3, b4), (panel + 1 < panels).to(tl.int32) * _WORDS
+        total = tl.zeros((GROUPS, 32, 8), tl.float32)
         for start in tl.range(0, COUNT if WHOLE else last, GROUPS):
             group = start + tl.arange(0, GROUPS)
             first = of_part(group, b1, b2, b3, 0, b1, b2, b3)
             wide = of_part(group, b1, b2, b3, b1, b2, b3, b4) - first
-            before = of_part(group, b1, b2, b3, o0, o1, o2, o3) + (2 * wide * panels + group - first) * _WORDS
-            at = before[:, None] + tl.minimum(panel, panels - 1)[None, :] * (wide * _WORDS)[:, None]
-            at, here, one = tl.multiple_of(at, (4, 4)), group < last, 1.0 + 0.0 * group
-            total += _products(blob, at, 0, row_h, group, here, one, inner, 4, EVEN, half, SPLIT)
-        to = panel[:, None] * 32 + tl.arange(0, 32)[None, :]
-        tl.store(out + pair.to(tl.int64) * hidden + to, _added(total, PANELS, WARPS), mask=to < hidden)
+            # In the group's part, behind gate and up: the panel, in that the group.
+            at = of_part(group, b1, b2, b3, o0, o1, o2, o3) + ((2 * panels + panel) * wide + group - first) * _WORDS
+            stride = tl.multiple_of(wide * other, 4)[None, None, :]
+            total += _wide_products(
+                blob, tl.multiple_of(at, 4), stride, row_h if SPLIT else row_h + start * 32, group, group < last, inner,
+                EVEN, half, SPLIT,
+            )  # fmt: skip
+        to = panel * 32 + tl.arange(0, 2)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(out + pair.to(tl.int64) * hidden + to, _wide_added(total, WARPS), mask=to < hidden)
 
 
 @triton.jit
@@ -261,12 +302,10 @@ def _finish(
         weight = tl.load(weights + row * RANKS + pair, mask=slot >= 0, other=0.0)
         # The down section of the group's part, in it the panel, in that the group.
         block = (group // WIDE * 3 + 2) * WIDE * (hidden // 32) + piece // 2 * WIDE + group % WIDE
-        at = tl.multiple_of(slot.to(tl.int64) * stride_words + block * _WORDS, 4)[:, None]
+        at = tl.multiple_of(slot.to(tl.int64) * stride_words + block * _WORDS, 4)
         row_h, number = h + row * (RANKS * COUNT * 32), group + pair * (COUNT * (2 if SPLIT else 1))
-        total += _products(
-            slots, at, piece % 2 * 16, row_h, number, slot >= 0, weight, COUNT * 32, 2, False, half, SPLIT
-        )  # fmt: skip
-    routed = tl.reshape(_added(total, 1, WARPS), (16,))
+        total += _products(slots, at, piece % 2 * 16, row_h, number, slot >= 0, weight, COUNT * 32, half, SPLIT)
+    routed = _added(total, WARPS)
     shared = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * unit
     tl.store(out + row * hidden + column, residual + (shared * sigmoid(share) + routed))
 
@@ -275,11 +314,11 @@ def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: T
     """As ``engine.kernels.experts.gate_up``. ``out`` is for ``down`` and ``finish``, on a GPU as of ``_store``."""
     count, (bounds, offsets), pairs = layout.hidden // BLOCK, padded(layout), decision.slot
     launch(
-        _gate_up, (pairs.numel(), layout.inner // HALF // GATE_UP.panels),
+        _gate_up, (pairs.numel(), layout.inner // BLOCK),
         x, slots.view(torch.int32), pairs, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[1:]), *offsets,
         EVEN=count % _groups(GATE_UP, count) == 0, RANKS=pairs.shape[1], WHOLE=whole,
-        AHEAD=next_power_of_2(cdiv(GATE_UP.panels * count * layout.format.block_bytes // 2, LINE)),
+        AHEAD=next_power_of_2(cdiv(count * layout.format.block_bytes, LINE)),
         **_constants(x, GATE_UP, count),
     )  # fmt: skip
 
@@ -288,7 +327,7 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
     """As ``engine.kernels.experts.down``."""
     count, (bounds, offsets), pairs = layout.inner // BLOCK, padded(layout), decision.slot
     launch(
-        _down, (pairs.numel(), cdiv(layout.hidden // BLOCK, DOWN.panels)),
+        _down, (pairs.numel(), cdiv(layout.hidden, 2 * BLOCK)),
         h, slots.view(torch.int32), pairs, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
         EVEN=whole and count % _groups(DOWN, count) == 0, WHOLE=whole, **_constants(h, DOWN, count),
@@ -303,8 +342,8 @@ def _constants(x: Tensor, tile: Tile, count: int) -> dict[str, Any]:
     """Of a kernel of such tiles over ``count`` groups."""
     groups = _groups(tile, count)
     return {
-        "COUNT": count, "GROUPS": groups, "PANELS": tile.panels, "WARPS": min(tile.warps, groups),
-        "SPLIT": x.is_cuda, "half": tl.bfloat16 if x.is_cuda else tl.float32, "num_warps": tile.warps,
+        "COUNT": count, "GROUPS": groups, "WARPS": min(tile.warps, groups), "SPLIT": x.is_cuda,
+        "half": tl.bfloat16 if x.is_cuda else tl.float32, "num_warps": tile.warps,
     }  # fmt: skip
 
 
@@ -321,12 +360,11 @@ def finish(
     over ranks by ``weights``, base [rows, hidden], and the shared expert: silu_mul of ``gate_up`` [rows, 2 * inner],
     times ``matrix`` [hidden, inner] and ``unit``, times sigmoid of ``gate`` [rows, 1]. ids [rows, k]: -1 for none."""
     out, (rows, ranks), count, inner = torch.empty_like(base), ids.shape, layout.inner // BLOCK, matrix.shape[1]
-    constants = _constants(h, FINISH, ranks * count)
-    del constants["PANELS"], constants["COUNT"]
     launch(
         _finish, (layout.hidden // HALF, rows),
         h, slots.view(torch.int32), ids, weights, gate_up, gate_up[:, inner:], gate_up.stride(0), gate, gate.stride(0),
         matrix, unit, base, out, slots.shape[1] // 4, layout.hidden, inner,
-        COUNT=count, WIDE=count // MOST_PARTS, RANKS=ranks, INNER=next_power_of_2(inner), **constants,
+        WIDE=count // MOST_PARTS, RANKS=ranks, INNER=next_power_of_2(inner),
+        **_constants(h, FINISH, ranks * count) | {"COUNT": count},
     )  # fmt: skip
     return out

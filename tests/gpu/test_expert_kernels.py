@@ -82,7 +82,10 @@ def test_extreme_scales_of_mxfp4() -> None:
         torch.testing.assert_close(h.double(), want, rtol=1e-5, atol=1e-45)
 
 
-def test_the_end_of_a_layer() -> None:
+@pytest.mark.parametrize("groups", [1, 4, 128])
+def test_the_end_of_a_layer(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tile in ("GATE_UP", "DOWN", "FINISH"):
+        monkeypatch.setattr(mxfp4, tile, mxfp4.Tile(groups, min(groups, 4)))
     layout, draw = Layout(FORMATS["mxfp4"], 64, 128), torch.Generator().manual_seed(3)
     slots, x, base = slots_of(layout, 4), activations(2, 64), activations(2, 64)
     ids, weights = torch.tensor([[2, 0, 3], [1, -1, 2]], dtype=torch.int32), torch.rand(2, 3, generator=draw)
