@@ -1,9 +1,10 @@
 """Routed experts on the device: bring them from host memory, compute them from their blobs, reach the CPU for the rest.
 
-A pair is a row and one of its experts. One program computes one panel (``engine.experts.layout``) of one pair: 16
-columns of silu(gate x) * up x, or 32 of the hidden columns of down. It keeps the products of a tile of blocks apart and
-adds them up at the end, so what a pair gives does not depend on the other pairs. Programs of all pairs for one panel
-run side by side: pairs that share an expert share its read through the L2 cache.
+A pair is a row and one of its experts. MXFP4 has kernels of its own (``mxfp4``); of other formats one program computes
+one panel (``engine.experts.layout``) of one pair: 16 columns of silu(gate x) * up x, or 32 of the hidden columns of
+down. It keeps the products of a tile of blocks apart and adds them up at the end, so what a pair gives does not depend
+on the other pairs. Programs of all pairs for one panel run side by side: pairs that share an expert share its read
+through the L2 cache.
 """
 
 from __future__ import annotations
