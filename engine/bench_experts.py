@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--pauses", nargs="*", type=float, default=[0, 1, 10, 100, 2000], help="milliseconds")
-    parser.add_argument("--instruction-set", default="auto", help="auto, amx, avx512, avx2 (and AVX-VNNI, if there is) or scalar")
+    parser.add_argument("--instruction-set", default="auto", help="auto, amx, avx512, avx2 (and AVX-VNNI) or scalar")
     parser.add_argument("--cpu-time", action="store_true", help="count the thread's own time; needs --threads 1")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     given = vars(parser.parse_args(arguments))
