@@ -368,7 +368,7 @@ def linear(
     if rows <= MOST and inner <= WIDEST:
         width = max(256, next_power_of_2(inner))
         warps = max(1, width // SHARE)
-        block = max(1, (min(OUTPUTS, width // 256) or OUTPUTS) * 2 // size)
+        block = OUTPUTS * 2 // size
         programs = cdiv(columns, block)
         launch(
             _rows, (programs,), *inputs, *after,
