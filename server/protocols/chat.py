@@ -19,7 +19,7 @@ from server.protocols.chat_legacy import LegacyWriter
 from server.protocols.demands import (
     AnswerFormat,
     ChosenTool,
-    FunctionTool,
+    FunctionFields,
     Grammar,
     Named,
     PlainText,
@@ -107,7 +107,7 @@ class _Message(Wire):
 
 class _Tool(Wire):
     type: Literal["function"]
-    function: FunctionTool
+    function: FunctionFields
 
     @property
     def tool(self) -> Tool:
@@ -164,7 +164,7 @@ class ChatRequest(SampledRequest):
     tools: Items[Annotated[_Tool | _CustomTool, Field(discriminator="type")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Items[FunctionTool], Field(min_length=1)] | None = None
+    functions: Annotated[Items[FunctionFields], Field(min_length=1)] | None = None
     function_call: Literal["auto", "none"] | Named | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None

@@ -31,7 +31,7 @@ class ChosenTool(Wire):
         return self.name or (inner.name if inner else "")
 
 
-class _AllowedTools(Wire):
+class _AllowedFields(Wire):
     mode: Literal["auto", "required"]
     tools: Items[ChosenTool]
 
@@ -42,13 +42,13 @@ class AllowedTools(Wire):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
     tools: Items[ChosenTool] = Field(default_factory=list)
-    allowed_tools: _AllowedTools | None = None
+    allowed_tools: _AllowedFields | None = None
 
 
 ToolChoice = Literal["auto", "required", "none"] | ChosenTool | AllowedTools
 
 
-class FunctionTool(Wire):
+class FunctionFields(Wire):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None

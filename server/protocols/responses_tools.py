@@ -11,14 +11,14 @@ from pydantic import Field
 
 from parsers.conversation import Tool
 from server.protocols.base import Items, Wire, invalid
-from server.protocols.demands import FunctionTool, Grammar, PlainText, custom_tool
+from server.protocols.demands import FunctionFields, Grammar, PlainText, custom_tool
 
 
-class _FunctionTool(FunctionTool):
+class _FunctionTool(FunctionFields):
     type: Literal["function"]
 
 
-class _Grammar(Grammar):
+class _Syntax(Grammar):
     type: Literal["grammar"]
 
 
@@ -26,11 +26,11 @@ class _CustomTool(Wire):
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
-    format: Annotated[PlainText | _Grammar, Field(discriminator="type")] | None = None
+    format: Annotated[PlainText | _Syntax, Field(discriminator="type")] | None = None
 
     @cached_property
     def tool(self) -> Tool:
-        return custom_tool(self.name, self.description, self.format if isinstance(self.format, _Grammar) else None)
+        return custom_tool(self.name, self.description, self.format if isinstance(self.format, _Syntax) else None)
 
 
 _Nested = Annotated[_FunctionTool | _CustomTool, Field(discriminator="type")]

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from parsers.load import Family
 from server.app import create_app
 from server.openapi import document
+from server.protocols.base import Wire
 from tests.server.support import served, serving
 from tests.server.test_websocket import talking
 
@@ -110,6 +111,15 @@ def test_the_description_says_what_the_models_read() -> None:
     assert schemas["CompletionsRequest"]["properties"]["prompt"]["anyOf"][0] == {"type": "string"}
     assert schemas["anthropic.Message"]["properties"]["content"]["anyOf"][0] == {"type": "string"}
     assert schemas["MessagesRequest"]["properties"]["max_tokens"] == {"minimum": 0, "type": "integer"}
+
+
+def test_no_model_takes_the_name_of_a_private_one() -> None:
+    def below(model: type[Wire]) -> Iterator[type[Wire]]:
+        for one in model.__subclasses__():
+            yield from (one, *below(one))
+
+    names = {model.__name__ for model in below(Wire)}
+    assert not {name for name in names if f"_{name}" in names}
 
 
 def test_every_reference_leads_somewhere() -> None:
