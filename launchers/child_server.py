@@ -35,7 +35,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path, s
         if code is not None or time.monotonic() > deadline:
             end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
             what = f"is not ready after {seconds:.0f} s" if code is None else f"ended with exit code {code}"
-            raise ChildServerError("\n".join([f"the server {what}: see {log}, which ends with", *end]))
+            raise ChildServerError("\n".join([f"the server {what}; the end of its log {log}:", *end]))
         time.sleep(POLL_SECONDS)
 
 

@@ -29,7 +29,7 @@ def test_only_this_machine_gets_a_server(home: Path) -> None:
 
 
 def test_a_server_that_cannot_start_says_why(home: Path) -> None:
-    with pytest.raises(ServerProblem, match=r"exit code 2: see (.|\n)*--no-such-flag"):
+    with pytest.raises(ServerProblem, match=r"exit code 2; the end of its log .*1\.log:\n(.|\n)*--no-such-flag"):
         background.start_server("http://127.0.0.1:1", ("--no-such-flag",), None)
     assert "--no-such-flag" in (home / ".local/state/ft/server/1.log").read_text()
 
