@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.ops import CPU, Norm, Ops
-from engine.weights.errors import MissingTensor
+from engine.weights.errors import BadConfig, MissingTensor
 from engine.weights.source import Source
 
 EMBEDDING = "embed_tokens.weight"
@@ -43,7 +43,11 @@ class Loader:
         return self.vector(f"{name}.bias", size) if wanted else None
 
     def experts(self, name: str, experts: int, inner: int, hidden: int) -> Any:
-        return self.ops.pack_experts(*self.source.experts(name, experts, inner, hidden))
+        weights = self.source.experts(name, experts, inner, hidden)
+        try:
+            return self.ops.pack_experts(*weights)
+        except ValueError as error:
+            raise BadConfig(f"{name}: {error}; choose another --expert-format, or mend the checkpoint") from error
 
     def embedding(self, vocab: int, hidden: int) -> Tensor:
         return self.source.matrix(EMBEDDING, vocab, hidden).to(self.device)

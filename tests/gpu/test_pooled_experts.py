@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from device_support import round_experts
 from engine_support import GREEDY, Bench, Outcome, prompt, replace, same_bits
+from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import write_tiny
 from engine.weights.errors import BadConfig
@@ -52,6 +54,11 @@ def test_models_that_have_no_such_experts(tmp_path: Path, monkeypatch: pytest.Mo
     directory = write_tiny("qwen3_moe", tmp_path / "model")
     with pytest.raises(BadConfig, match="--expert-format int8 is not for --kernels reference; leave it out"):
         Bench(directory, expert_format="int8", kernels="reference")
+    weights = load_file(shard := directory / "model.safetensors")
+    weights["model.layers.1.mlp.experts.down_proj"].view(-1)[7] = torch.nan
+    save_file(weights, shard)
+    with pytest.raises(BadConfig, match=r"layers.1.mlp.*: weights for mxfp4 must be finite; choose another --expert-f"):
+        Bench(directory, expert_format="mxfp4")
     monkeypatch.setattr("os.sysconf", lambda name: 16)
     with pytest.raises(BadConfig, match=r"experts in int8 take \d+ bytes of host memory, and this machine has \d+"):
         Bench(directory, expert_format="int8")
