@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.kernels import recurrent
 from engine.kernels.launch import cdiv, launch, next_power_of_2
@@ -248,9 +249,10 @@ def gated_delta(
         return out
     half = half or (torch.bfloat16 if v.is_cuda else torch.float32)
     tiling = tiling or (LARGE if shared_memory(v.device) >= 225 << 10 else SMALL)
-    snapshots = batch.snapshots
-    if snapshots.shape[0]:
+    snapshots, taken = batch.snapshots, batch.snapshots.shape[0]
+    if taken:
         snapshots, tails = _on_chunks(batch)
+        snapshots = pad(snapshots, (0, 0, 0, next_power_of_2(taken) - taken), value=-1)  # a kernel for few numbers
     keys = v.new_empty(2, rows, key_heads, key_dim, dtype=half)
     from_keys, from_queries = v.new_empty(2, 2, rows, heads, key_dim, dtype=half)
     added, fades = torch.empty_like(out), v.new_empty(rows, heads, 2)
@@ -271,7 +273,7 @@ def gated_delta(
         CHUNK=CHUNK, SNAPSHOTS=snapshots.shape[0], KEYS=wide, VALUES=tiling.values,
         num_warps=4, num_stages=tiling.stages, early=False,
     )  # fmt: skip
-    if snapshots.shape[0]:
+    if taken:
         recurrent.gated_delta(q, k, v, decay, beta, state, tails)
     return out
 
