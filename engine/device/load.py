@@ -122,7 +122,8 @@ def load_runner(
         if device.type == "cuda":  # not in the interpreter
             keep_privately()
             rehearse(
-                model, memory.cache, offloaded, pages=pages, most=most, chunk=plan.chunk_tokens, device=device,
+                model, memory.cache, offloaded, pages=pages, most=most, live=config.max_sequences,
+                chunk=plan.chunk_tokens, device=device,
                 progress=lambda done, total: progress("compiling kernels", done, total),
             )  # fmt: skip
         runner.prepare(progress)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, cast
@@ -51,6 +52,8 @@ _FAR = 1 << 40
 """An address beyond 32 bits."""
 _BRINGING = 3
 """Layers of which one expert is missing."""
+_CHECKPOINTS = 1, 2, 4, 8, 16
+"""Of a step, rounded up: for more of them, which are rare, a kernel is compiled when they come."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -129,11 +132,11 @@ def compile_all(work: Callable[[], None], progress: Progress, device: torch.devi
 
 
 def rehearse(
-    model: Model, cache: Cache, experts: OffloadedExperts | None, *, pages: int, most: int, chunk: int,
+    model: Model, cache: Cache, experts: OffloadedExperts | None, *, pages: int, most: int, live: int, chunk: int,
     device: torch.device, progress: Progress,
 ) -> None:  # fmt: skip
     """Compiles what steps need, before any sequence is there: decode steps of up to ``most`` sequences, whose tables
-    have ``pages``, and prompts of up to ``chunk`` rows. Raises BadConfig."""
+    have ``pages``, and prompts of up to ``chunk`` rows, beside up to ``live`` sequences. Raises BadConfig."""
     masks, short = Masks(model.vocab_size, most, device), _shortened(model)
 
     def step(model: Model, batch: Batch, temperatures: Tensor) -> None:
@@ -146,7 +149,9 @@ def rehearse(
         for _ in _ways(experts):
             for parts in prompts(pages, chunk):
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
-        for parts in others(pages, most, chunk):
+        for _ in _few_slots(experts):
+            step(short, make_batch([_rows(min(64, chunk), 1)], device), torch.ones(1, device=device))
+        for parts in others(pages, live, chunk):
             step(short, make_batch(parts, device), torch.ones(len(parts), device=device))
         for flags, copies in product((_FAR, _FAR + 4), (False, True)):
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
@@ -164,7 +169,8 @@ def rehearse(
 @contextmanager
 def _untold(experts: OffloadedExperts | None) -> Iterator[None]:
     """Nobody asks the CPU meanwhile, so that nobody is to wait for it; most experts seem to be on the device, so that
-    prompts do not bring the whole pool each time; and in the end nothing was learnt."""
+    prompts do not bring the whole pool each time, and there seems to be time to bring some ahead; and in the end
+    nothing was learnt."""
     if experts is None:
         yield
         return
@@ -172,6 +178,7 @@ def _untold(experts: OffloadedExperts | None) -> Iterator[None]:
     costs, executor.mailbox[executor.layout.done] = prefill.costs, 1
     slot_of.fill_(experts.residency.slots - 1)
     slot_of[: _BRINGING * experts.pool.experts : experts.pool.experts] = -1
+    prefill.costs = replace(costs, between=costs.link)
     prefill.settle()
     yield
     slot_of.fill_(-1)
@@ -190,6 +197,17 @@ def _ways(experts: OffloadedExperts | None) -> Iterator[None]:
     experts.prefill.ahead = None
 
 
+def _few_slots(experts: OffloadedExperts | None) -> Iterator[None]:
+    """With so few that a layer's experts come in waves, and with too few for that."""
+    if experts is None:
+        return
+    limit = experts.prefill.limit
+    for few in (experts.pool.experts - 1, 1):
+        experts.prefill.resize(min(limit, few))
+        yield
+    experts.prefill.resize(limit)
+
+
 def _shortened(model: Model) -> Model:
     """With one layer of each kind: others ask for the same kernels."""
     short: Any = copy(model)
@@ -199,24 +217,26 @@ def _shortened(model: Model) -> Model:
 
 def prompts(pages: int, chunk: int) -> Iterator[list[Rows]]:
     """Steps of one sequence, of each size: kernels tell them by powers of two, and Triton numbers that 16 divides."""
-    for size in (size for power in range(6, 16) for size in (2**power - 1, 2**power)):
+    for size in (size for power in range(5, 16) for size in (2**power - 1, 2**power)):
         if size <= min(chunk, pages * PAGE):
             yield [_rows(size, -(-size // PAGE))]
 
 
-def others(pages: int, most: int, chunk: int) -> Iterator[list[Rows]]:
-    """Steps of few rows, of each kind: of more sequences, behind a history, leaving checkpoints. Triton tells numbers
-    that are 1 from others, too."""
+def others(pages: int, live: int, chunk: int) -> Iterator[list[Rows]]:
+    """Steps of few rows, of each kind: of up to ``live`` sequences, behind a history, leaving checkpoints. Triton tells
+    numbers that are 1 from others, too; kernels of few rows tell more of them."""
     widths = sorted({1, 3, 16, (pages - 1) | 1, pages // 16 * 16} & set(range(1, pages + 1)))
-    for tokens in (2, 3, 15, 16, 20, 32, 33, 48):
+    powers = [2**power for power in range(live.bit_length())]
+    counts = {1, live // 16 * 16, *(power + 1 for power in powers), *(power for power in powers if power >= 16)}
+    for sequences in counts & set(range(1, live + 1)):
+        for rows in (*range(sequences, 17), sequences + 16, 32, 33, 48):
+            if 0 < rows - sequences + 1 <= chunk:
+                for width in widths if rows > 14 else (1,):
+                    yield [_rows(rows - sequences + 1, width), *[_rows(1, 1)] * (sequences - 1)]
+    for tokens, snapshots in product((1, 2, 3, 5, 15, 16, 33, 48), _CHECKPOINTS):
         if tokens <= chunk:
-            yield from ([_rows(tokens, width)] for width in widths)
-            yield from ([_rows(tokens, 1, snapshots)] for snapshots in (1, 2))
-    for beside in (1, 2, 4, 8, 15):
-        if beside < most:
-            for tokens in (1, 2, 33, 48 - beside):
-                if tokens <= chunk:
-                    yield from ([_rows(tokens, width), *[_rows(1, 1)] * beside] for width in widths)
+            for beside in range(min(live, 2)):
+                yield [_rows(tokens, 1, snapshots), *[_rows(1, 1)] * beside]
 
 
 def _rows(tokens: int, width: int, snapshots: int = 0) -> Rows:

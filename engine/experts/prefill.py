@@ -80,8 +80,8 @@ class Prefill:
         self.waves.costs.copy_(torch.tensor(table, dtype=torch.int32), non_blocking=True)
 
     def resize(self, limit: int) -> None:
-        """So many slots may be used."""
-        self._limit, experts = limit, self._pool.experts
+        """So many slots may be used: ``limit`` from now on."""
+        self.limit, experts = limit, self._pool.experts
         self._ring = min(limit, experts + experts // 4, max(limit // _RING, experts))
         self._whole = self._ring >= experts
         self._room = self._ring if self._whole else self._ring // 2
@@ -97,7 +97,7 @@ class Prefill:
         """Whether a call of so many rows brings whole layers ahead."""
         if not self._whole or self.ahead is not None:
             return self._whole and bool(self.ahead)
-        ranks, resident = self._executor.layout.ranks, min(1.0, (self._limit - self._ring) / len(self._pool))
+        ranks, resident = self._executor.layout.ranks, min(1.0, (self.limit - self._ring) / len(self._pool))
         return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
@@ -110,7 +110,7 @@ class Prefill:
         streams = self.streams(rows)
         takes = self._cpu_takes(rows) and not streams
         if streams and layer == 0:
-            self._ahead |= self._copies.before(layer, self._ring, self._limit)
+            self._ahead |= self._copies.before(layer, self._ring, self.limit)
         come = self._ahead.pop(layer, None)
         parts = self._sorted(x, ids, weights)
         counts = parts[0].pairs.counts if len(parts) == 1 else _sum([part.pairs.counts for part in parts])
@@ -137,7 +137,7 @@ class Prefill:
         waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring, 0 if streams else self._share)
         waves.move(self._slots, self.waves)
         if streams and layer + 1 < self._pool.layers:
-            self._ahead |= self._copies.before(layer + 1, self._ring, self._limit)
+            self._ahead |= self._copies.before(layer + 1, self._ring, self.limit)
         elif layer + 1 < self._pool.layers:
             self._bring_ahead(counts, layer + 1, self._ahead_of(rows))
         if takes:

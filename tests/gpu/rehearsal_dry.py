@@ -1,7 +1,8 @@
 """A program for test_rehearsal.py: Triton as for an H200, on a machine without a GPU, and outside its interpreter.
 
-``compile``: a kernel for two numbers, side by side. ``serve MODE``: what a rehearsal asks for, and what serving a tiny
-model then asks for besides. Prints JSON.
+``compile``: a kernel for two numbers, side by side. ``serve MODE SEQUENCES STEPS``: what a rehearsal asks for, and what
+serving a small model then asks for besides, with so many steps of anything that the scheduler might come to. Prints
+JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,21 +19,32 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from engine.api import EngineConfig, Request, Sampling
-from engine.checkpoint import write_tiny
-from engine.device import load, rehearse
+from engine.api import PAGE, EngineConfig, Request, Sampling
+from engine.bench_shapes import tiny
+from engine.device import load, rehearse, runner
 from engine.device.fake import FakeDriver
 from engine.device.machine import Machine
+from engine.device.masks import Masks
+from engine.device.reduce import KEPT
 from engine.device.runner import DeviceRunner
-from engine.kernels import launch
+from engine.device.served import write_model
+from engine.experts.offload import OffloadedExperts
+from engine.kernels import best, launch
 from engine.loading import load_engine
+from engine.runner import Rows
 from engine.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 PROMPTS = ([3], [844], [500, 300], [7, 9, 200, 33], [4100], [128, 2, 2], [60] * 8, [1] * 5, [48, 16, 32], [32, 32])
 """Tokens of what is asked at a time."""
+MODEL = replace(
+    tiny(), vocab=4160, context=1 << 13, heads=16, key_heads=16, value_heads=32, experts=16, top_k=8
+)  # fmt: skip
+"""Few numbers, but matrices with more blocks than a GPU has processors."""
+CHUNK = 1024
 
 
 class Counting(FakeDriver):
@@ -92,7 +106,41 @@ def compiled() -> dict[str, Any]:
     return {"loaded": loaded, "found": found, "kept": kept, "done": done[-1], "seen": seen, "launched": len(launched)}
 
 
-def served(mode: str) -> tuple[list[str], list[str], bool]:
+def reduce(logits: Tensor, temperatures: Tensor, masks: Masks) -> Tensor:
+    return best.reduce(logits, temperatures, masks.which, masks.words, KEPT)
+
+
+def steps(pages: int, live: int, count: int) -> Iterator[list[Rows]]:
+    """Of one sequence first, then of anything."""
+
+    def rows(tokens: int, width: int, snapshots: int = 0, logits: bool = True) -> Rows:
+        return Rows([0] * tokens, width * PAGE - tokens, [0] * width, 1, [(tokens, 1)] * snapshots, logits)
+
+    for tokens in range(1, 34):
+        yield [rows(tokens, 1)]
+    rng = random.Random(0)
+    for _ in range(count):
+        sequences, most, parts = rng.randint(1, live), rng.choice((4, 16, 40, 130, CHUNK)), []
+        for tokens in (
+            1 if rng.random() < 0.5 else rng.randint(1, max(1, most // sequences)) for _ in range(sequences)
+        ):
+            least = -(-tokens // PAGE)
+            width = rng.choice((least, rng.randint(least, pages), pages))
+            snapshots = rng.choice((0, 0, 1, 2)) if sum(len(part.snapshots) for part in parts) < 15 else 0
+            parts.append(rows(tokens, width, snapshots, rng.random() < 0.8))
+        yield parts
+
+
+def disturb(experts: OffloadedExperts, rng: random.Random) -> None:
+    """What serving may have learnt, and how many slots there may be."""
+    prefill, slots = experts.prefill, experts.residency.slots
+    prefill.ahead = rng.choice((None, False, True))
+    link = prefill.costs.link
+    prefill.costs = replace(prefill.costs, between=rng.choice((0.0, 100 * link)), spread=rng.choice((0.3, 1.0)))
+    experts.resize(rng.choice((slots, rng.randint(1, slots))))
+
+
+def served(mode: str, live: int, count: int) -> tuple[list[str], list[str], bool]:
     asked, driver, untouched = set[tuple[str, str]](), Counting(), []
 
     def ask(*, key: str, fn: Any, **_: Any) -> bool:
@@ -100,34 +148,44 @@ def served(mode: str) -> tuple[list[str], list[str], bool]:
         return True  # no need to compile it
 
     triton.knobs.runtime.jit_cache_hook = ask
+    rehearse.reduce = runner.reduce = reduce
 
     class Runner(DeviceRunner):
         def __init__(self, *given: Any, pages: int, most: int, **more: Any) -> None:
             super().__init__(*given, pages=pages, most=most, **more)
-            self.room: Any = {"pages": pages, "most": most, "chunk": 4096}
+            self.room: Any = {"pages": pages, "most": most, "live": live, "chunk": CHUNK}
 
         def prepare(self, progress: Any) -> None:
             experts, costs = self._experts, self._experts and self._experts.prefill.costs
             rehearse.rehearse(self.model, self.cache, experts, **self.room, device=CPU, progress=progress)
             untouched.append(experts is None or (
-                0 < driver.copied <= experts.pool.stride and experts.prefill.costs == costs
+                driver.copied <= experts.pool.stride and experts.prefill.costs == costs
                 and experts.prefill.ahead is None and bool((experts.residency.slot_of == -1).all())
+                and experts.prefill.limit == int(experts.residency.limit)
             ))  # fmt: skip
 
     load.DeviceRunner = Runner  # type: ignore[misc]
     with TemporaryDirectory() as folder:
-        write_tiny("qwen3_5_moe", Path(folder), dtype="bfloat16")
-        config = EngineConfig(folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20)  # type: ignore[arg-type]
+        write_model(MODEL, Path(folder), CPU)
+        config = EngineConfig(
+            folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20, max_sequences=live,  # type: ignore[arg-type]
+            chunk_tokens=CHUNK,
+        )  # fmt: skip
         machine = Machine(CPU, "none", "no GPU", 2 << 30, lambda: driver)
         scheduler = Scheduler(load_engine(config, lambda *_: None, None, machine), config)
-    known, numbers = set(asked), random.Random(0)
+    known, rng, served = set(asked), random.Random(0), scheduler.runner
+    assert isinstance(served, Runner)
     with rehearse._unlaunched(), rehearse._Zeros():
         for turn, sizes in enumerate(PROMPTS):
             for number, size in enumerate(sizes):
-                prompt = tuple(numbers.randrange(200) for _ in range(size))
+                prompt = tuple(rng.randrange(MODEL.vocab) for _ in range(size))
                 scheduler.submit(Request(f"{turn}.{number}", prompt, Sampling(max_tokens=6, temperature=0.0)))
             while not scheduler.idle:
                 scheduler.step()
+        for parts in steps(served.room["pages"], live, count):
+            if served._experts is not None and rng.random() < 0.3:
+                disturb(served._experts, rng)
+            served.score(parts)
     scheduler.close(1.0)
     return sorted({name for name, _ in known}), sorted(f"{name} {key}" for name, key in asked - known), all(untouched)
 
@@ -135,4 +193,4 @@ def served(mode: str) -> tuple[list[str], list[str], bool]:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoDriver())
     torch.cuda.current_device = lambda: 0
-    print(json.dumps(compiled() if sys.argv[1] == "compile" else served(sys.argv[2])))
+    print(json.dumps(compiled() if sys.argv[1] == "compile" else served(sys.argv[2], *map(int, sys.argv[3:]))))
