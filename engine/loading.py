@@ -299,11 +299,12 @@ def _pooled_ops(config: EngineConfig, checkpoint: _Checkpoint) -> tuple[Ops, str
     if config.kernels != "native" or not what.layers:
         cannot = "models without routed experts" if config.kernels == "native" else f"--kernels {config.kernels}"
         raise BadConfig(f"--expert-format {config.expert_format} is not for {cannot}; leave it out")
-    layout = expert_layout(config, what)
     try:
-        pool = Pool(layout, what.layers, what.experts)
+        pool = Pool(expert_layout(config, what), what.layers, what.experts)
         pooled = PooledOps(pool, what.top_k, config.instruction_set, config.threads)
-    except (NativeLibraryError, MemoryError) as error:
+    except NativeLibraryError as error:
         raise BadConfig(str(error)) from error
+    except (BadConfig, MemoryError) as error:
+        raise BadConfig(f"{error}; or leave --expert-format out") from error
     torch.set_num_threads(1)
     return pooled, pooled.instruction_set

@@ -131,8 +131,12 @@ def _widened(gate_up: Tensor, down: Tensor, inner: int) -> tuple[Tensor, Tensor]
 
 
 def aligned(nbytes: int, alignment: int) -> Tensor:
-    """uint8 [nbytes] of zeros at a multiple of ``alignment``, taken from the system page by page as it is written."""
-    mapping = mmap.mmap(-1, nbytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """uint8 [nbytes] of zeros at a multiple of ``alignment``, taken from the system page by page as it is written.
+    Raises MemoryError."""
+    try:
+        mapping = mmap.mmap(-1, nbytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{nbytes} bytes of host memory cannot be had: {error}") from error
     if alignment == ALIGNMENT and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -55,6 +55,12 @@ def test_wrong_places() -> None:
         Pool(pool.layout, 0, 4)
 
 
+@pytest.mark.parametrize("layers", [1 << 34, 1 << 50])
+def test_more_than_there_are_addresses_for(layers: int) -> None:
+    with pytest.raises(MemoryError, match=r"\d+ bytes of host memory cannot be had"):
+        Pool(Layout(FORMATS["int8"], 256, 128), layers, 512)
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
