@@ -128,7 +128,7 @@ void split(const float* x, std::int32_t* words, float* scale, std::int32_t* star
   for (int i = 0; i < ft::kBlock; ++i) {
     const std::int32_t integer = high[i] - magic_bits;
     high[i] = Format::exact ? (integer + 64) >> 7 : integer;
-    low[i] = integer - (high[i] << (Format::exact ? 7 : 0));
+    low[i] = integer - high[i] * (Format::exact ? 128 : 1);
     highs += high[i], lows += low[i];
   }
   starts[0] = -Format::offset * highs, starts[1] = -Format::offset * lows;
