@@ -1,6 +1,6 @@
 """Linear layers of few rows: one pass over the weight, whatever the number of rows up to ``ROWS``.
 
-bfloat16 weights are kept as float16, times 64: tensor cores then take inputs of 11 bits instead of 8.
+bfloat16 weights are kept as float16, times ``UNIT``: tensor cores then take inputs of 11 bits instead of 8.
 
 A program goes through blocks of outputs. Its warps share the inner dimension: each multiplies its chunk of a block's
 weights on the tensor cores with the same chunk of the input, and the chunks are added up in their order, so that a
@@ -56,9 +56,10 @@ AHEAD = 128 << 10
 """Bytes of its weights that a program asks for before it waits for the kernels ahead, at the most."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
-UNIT = 64
-"""What bfloat16 weights are multiplied by to be float16, and inputs divided by. From 2^-20 to 1023 no bit is lost;
-what is smaller is off by at most 2^-31."""
+UNIT = 8
+"""What bfloat16 weights are multiplied by to be float16, and inputs divided by. Of weights from 2^-17 to 8188 no bit is
+lost, and what is smaller is off by at most 2^-28. Inputs may be 524,032 at the most; small ones are off by up to 2^-22,
+so that rows of about 10^-4 keep as many bits as bfloat16 would give them."""
 
 
 @dataclass(frozen=True)

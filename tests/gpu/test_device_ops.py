@@ -85,16 +85,23 @@ def test_linear(rows: int, out: int, inner: int, dtype: torch.dtype) -> None:
     compare(run)
 
 
-@pytest.mark.parametrize("largest", [1000.0, 2000.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("largest", [8000.0, 9000.0, float("inf"), float("nan")])
 def test_bfloat16_weights_become_float16_where_they_fit(largest: float) -> None:
     weight = Draws(7)(9, 65).bfloat16()
     weight[3, 4] = largest
-    packed, fits = DEVICE.pack(weight), largest == 1000
+    packed, fits = DEVICE.pack(weight), largest == 8000
     assert packed.matrix.dtype == (torch.float16 if fits else torch.bfloat16)
     assert torch.equal(packed.matrix.float().nan_to_num() / packed.unit, weight.float().nan_to_num())
     if fits:
         for rows in (1, 5, 17):
             compare(lambda ops: (ops.linear(Draws(rows)(rows, 65, scale=1e5), ops.pack(weight)),))  # noqa: B023
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 3e4])
+def test_inputs_as_float16_lose_no_more_than_as_bfloat16(size: float) -> None:
+    x, unit = Draws(3)(64, 512, scale=size), DEVICE.pack(Draws(4)(8, 512).bfloat16()).unit
+    lost, allowed = ((kept.float() - x).norm() for kept in ((x / unit).half() * unit, x.bfloat16()))
+    assert lost < allowed
 
 
 def test_a_row_of_linear_is_the_same_in_any_company() -> None:
