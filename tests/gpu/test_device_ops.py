@@ -97,10 +97,10 @@ def test_bfloat16_weights_become_float16_where_they_fit(largest: float) -> None:
             compare(lambda ops: (ops.linear(Draws(rows)(rows, 65, scale=1e5), ops.pack(weight)),))  # noqa: B023
 
 
-@pytest.mark.parametrize("size", [1e-4, 1.0, 3e4])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e5])
 def test_inputs_as_float16_lose_no_more_than_as_bfloat16(size: float) -> None:
     x, unit = Draws(3)(64, 512, scale=size), DEVICE.pack(Draws(4)(8, 512).bfloat16()).unit
-    lost, allowed = ((kept.float() - x).norm() for kept in ((x / unit).half() * unit, x.bfloat16()))
+    lost, allowed = ((kept - x).norm() for kept in ((x / unit).half().float() * unit, x.bfloat16().float()))
     assert lost < allowed
 
 
