@@ -2,16 +2,10 @@
 
 bfloat16 weights are kept as float16, times ``UNIT``: tensor cores then take inputs of 11 bits instead of 8.
 
-A program goes through blocks of outputs. Its warps share the inner dimension: each multiplies its chunk of a block's
-weights on the tensor cores with the same chunk of the input, and the chunks are added up in their order, so that a
-row's result is the same bits in any company. The input stays in registers from block to block, as the sum of two
-16-bit numbers, which keeps 22 of its 24 bits, or 16 beside weights of bfloat16; rows that are not there are zeros.
-float32 weights are multiplied to about float32.
+One to four rows, the commonest case by far, have the kernel here: many small programs, whose weights are all on their
+way at once, multiply in float32. A row's result is the same bits in any company, but others than ``linear_many``'s.
 
-One to four rows, the commonest case by far, have a kernel of their own: many small programs, whose weights are all on
-their way at once, multiply in float32. A row's result is the same bits in any company here too, but others than there.
-
-What stands before and after a matrix in a model is done here too: norms and gates of the input as it is read; the
+What stands before and after a matrix in a model is done, too: norms and gates of the input as it is read; the
 residual, the sum over routed experts, the causal convolution as outputs are written. A norm's scale of a row is a
 factor of the whole row, and is applied to the sums.
 """
@@ -26,34 +20,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.kernels.experts import Sums, routed
-from engine.kernels.launch import ask, begin, cdiv, launch, next_power_of_2, wait
-from engine.kernels.limits import shared_memory
-from engine.kernels.pointwise import sigmoid, strides
+from engine.kernels import linear_many
+from engine.kernels.around import GATED_NORM, NORM, PLAIN, finish, give_normed, load_beside, load_factor, load_inputs
+from engine.kernels.experts import Sums
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
+from engine.kernels.pointwise import strides
 from engine.kernels.recurrent import sequences, slide, window
 from engine.layers.ops import Batch, Norm
 
 ROWS = 16
-PLAIN, NORM, GATED_NORM, SILU, SIGMOID = (tl.constexpr(kind) for kind in range(5))
-"""What is done to the input: nothing; RMSNorm; RMSNorm of heads times silu of a gate; times silu of one, or sigmoid."""
-GROUP = 8
-"""Rows of a program; programs of other rows run beside it, and share its reads through the cache."""
-CHUNKS, INNER = 16, 4096
-"""Warps of a program, and how many bytes of an output's weights they have at a time, at the most. They set the order of
-the sums, and so are the same on every GPU."""
-BLOCK, PROGRAMS = 16, 132
-"""Outputs of a block, and programs, as many as a large GPU has processors: one that goes on reads better than one that
-begins."""
-LOW = tl.constexpr(2048)
-"""What an input's rest is multiplied by, so that float16 holds it."""
-STAGES, ROOM = 3, 200 << 10
-"""Blocks of 16-bit weights on their way and at work; bytes of shared memory without which one is at work, and a program
-has fewer rows."""
 MOST, OUTPUTS, WIDEST, SHARE = 4, 8, 8192, 512
 """Of few rows: how many those are; outputs of a program; inputs at the most; and how many of these a warp has. Reads of
 many small programs keep memory busier than those of few that go on."""
-AHEAD = 128 << 10
-"""Bytes of its weights that a program asks for before it waits for the kernels ahead, at the most."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
 UNIT = 8
@@ -87,160 +65,6 @@ def _largest(weight: Tensor) -> float:
 
 
 @triton.jit
-def _factor(norm, k, here, offset, KIND: tl.constexpr, HEAD: tl.constexpr):
-    """A norm's weights."""
-    factor = 1.0
-    if KIND == NORM:
-        factor = offset + tl.load(norm + k, mask=here, other=0.0)
-    if KIND == GATED_NORM:
-        factor = tl.load(norm + k % HEAD, mask=here, other=0.0)
-    return factor
-
-
-@triton.jit
-def _inputs(x, gate, factor, row, k, here, KIND: tl.constexpr, HEAD: tl.constexpr):
-    """Activations as they meet the weight, norms without the scale; and as they come."""
-    x, x_row = x
-    gate, gate_row, gate_head = gate
-    plain = tl.load(x + row * x_row + k, mask=here, other=0.0)
-    values = plain * factor
-    if KIND >= GATED_NORM:
-        gates = tl.load(gate + row * gate_row + k // HEAD * gate_head + k % HEAD, mask=here, other=0.0)
-        values *= sigmoid(gates)
-        if KIND != SIGMOID:
-            values *= gates
-    return values, plain
-
-
-@triton.jit
-def _factors(
-    x, gate, norm, row, k, here, eps, offset, unit, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
-):  # fmt: skip
-    """[chunks, chunk, rows]: what meets the weight, as the sum of one of its type and one / LOW; and each row's sum of
-    squares."""
-    values, plain = _inputs(x, gate, unit * _factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD)
-    squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
-    if KIND == GATED_NORM:
-        shape: tl.constexpr = values.shape
-        heads = tl.reshape(plain * plain, (shape[0], shape[1] // HEAD, HEAD, shape[2]))
-        scales = (1.0 / tl.sqrt(tl.sum(heads, axis=2) / HEAD + eps))[:, :, None, :]
-        values *= tl.reshape(tl.broadcast_to(scales, (shape[0], shape[1] // HEAD, HEAD, shape[2])), shape)
-    high = values.to(TYPE)
-    return high, ((values - high.to(tl.float32)) * LOW).to(TYPE), squares
-
-
-@triton.jit
-def _beside(
-    after, row, column, present, inside, columns,
-    BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """What ``_finished`` needs, on its way while sums are made: bias, gate, routed experts, residual."""
-    bias, base, out, weights, parts, gate, gate_row = after
-    added, gates, experts, residual = 0.0, 1.0, 0.0, 0.0
-    if BIAS:
-        added = tl.load(bias + column, mask=inside, other=0.0)
-    if RANKS:
-        gates = tl.load(gate + row * gate_row, mask=present, other=0.0)
-        experts = routed(out, weights, parts, row, column, present, inside, columns, RANKS, WHOLE)
-    if BASE:
-        residual = tl.load(base + row * columns + column, mask=present & inside, other=0.0)
-    return added, gates, experts, residual
-
-
-@triton.jit
-def _finished(total, beside, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr):
-    added, gates, experts, residual = beside
-    if BIAS:
-        total += added
-    if RANKS:
-        total = total * sigmoid(gates) + experts
-    if BASE:
-        total += residual
-    return total
-
-
-@triton.jit
-def _give_normed(
-    x, gate, norm, normed, row, present, squares, inner, eps, offset,
-    KIND: tl.constexpr, HEAD: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
-    """A program's piece of the inputs of the product."""
-    k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
-    inside = (k < inner) & present[None, :]
-    factor = _factor(norm, k, inside, offset, KIND, HEAD)
-    values, _ = _inputs(x, gate, factor, row[None, :], k, inside, KIND, HEAD)
-    scales = (1.0 / tl.sqrt(squares / inner + eps))[None, :]
-    tl.store(normed + row[None, :] * inner + k, values * scales, mask=inside)
-
-
-@triton.jit
-def _linear(
-    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, most, eps, offset,
-    unit,
-    KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
-    NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    begin()
-    row = tl.program_id(1) * FEW + tl.arange(0, FEW)
-    present, first = row < rows, tl.program_id(0) * blocks
-    count = tl.minimum(blocks, tl.cdiv(columns, BLOCK) - first)
-    chunk = tl.arange(0, CHUNKS)[:, None, None] * CHUNK
-    along, across = chunk + tl.arange(0, CHUNK)[None, None, :], chunk + tl.arange(0, CHUNK)[None, :, None]
-    if WIDTH:
-        live = sequences(conv, row, SEGMENTS)
-    if tl.program_id(1) == 0:
-        own = (first * BLOCK).to(tl.int64) * inner
-        ask(weight + own, tl.minimum(tl.minimum(count * BLOCK, columns - first * BLOCK) * inner * SIZE, most))
-    wait()
-    if PARTS == 1:
-        high, low, squares = _factors(
-            x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset, unit,
-            KIND, HEAD, weight.dtype.element_ty,
-        )  # fmt: skip
-    else:
-        high = tl.zeros((CHUNKS, CHUNK, FEW), weight.dtype.element_ty)
-        low = high
-        squares = tl.zeros((FEW,), tl.float32)
-    total, lower = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32), tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
-    for step in range(count * PARTS):
-        column, part = (first + step // PARTS) * BLOCK + tl.arange(0, BLOCK), step % PARTS * (CHUNKS * CHUNK)
-        here = column < columns
-        tile = weight + column[None, :, None].to(tl.int64) * inner + (part + along)
-        tile = tl.load(tile, mask=here[None, :, None] & (part + along < inner), other=0.0)
-        beside = _beside(
-            after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
-            BIAS, BASE, RANKS, WHOLE,
-        )  # fmt: skip
-        if PARTS > 1:  # noqa: SIM102 - Triton would bring in inputs ahead but for a branch, and has no room for them
-            if rows > 0:
-                k, inside = part + across, (part + across < inner) & present[None, None, :]
-                high, low, more = _factors(
-                    x, gate, norm, row[None, None, :], k, inside, eps, offset, unit, KIND, HEAD, high.dtype
-                )
-                squares = tl.where(part == 0, 0.0, squares) + more
-        total, lower = tl.where(part == 0, 0.0, total), tl.where(part == 0, 0.0, lower)
-        if tile.dtype == tl.float32:
-            total = tl.dot(tile, high, total, input_precision="tf32x3")
-        else:
-            lower = tl.dot(tile, low, lower)
-            total = tl.dot(tile, high, total)
-        if step % PARTS == PARTS - 1:
-            result = tl.sum(total + lower * (1 / LOW), axis=0)
-            if KIND == NORM:
-                result *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
-            result = _finished(result, beside, BIAS, BASE, RANKS)
-            tl.store(out + row[None, :] * columns + column[:, None], result, mask=present[None, :] & here[:, None])
-    if WIDTH:
-        channel, end = first * BLOCK + tl.arange(0, CHANNELS), (first + count) * BLOCK
-        past = window(conv, live, channel, end, row, WIDTH)
-        slide(out, conv, live, channel, end, row, columns, past, WIDTH)
-    if NORMED:
-        _give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
-
-
-@triton.jit
 def _threads(INNER: tl.constexpr, THREADS: tl.constexpr):
     """The inner dimension as threads have it that read 16-bit weights by eight, and float32 by four:
     [THREADS, rounds, 2, 4]. Nothing is exchanged then to multiply one with the other."""
@@ -269,11 +93,11 @@ def _rows(
     tile = tl.load(weight + at, mask=here[:, None] & (k < inner)[None, :], other=0.0)
     k = _threads(INNER, THREADS)
     inside = k < inner
-    factor = _factor(norm, k, inside, offset, KIND, HEAD)
+    factor = load_factor(norm, k, inside, offset, KIND, HEAD)
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
     wait()
-    beside = _beside(
+    beside = load_beside(
         after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
         BIAS, BASE, RANKS, WHOLE,
     )  # fmt: skip
@@ -281,7 +105,7 @@ def _rows(
         past = window(conv, live, column, columns, row, WIDTH)
     total, squares = tl.zeros((BLOCK, ROWS), tl.float32), tl.zeros((ROWS,), tl.float32)
     for one in tl.static_range(ROWS):
-        values, plain = _inputs(x, gate, factor, one, k, inside & (k * 0 + one < rows), KIND, HEAD)
+        values, plain = load_inputs(x, gate, factor, one, k, inside & (k * 0 + one < rows), KIND, HEAD)
         if KIND == NORM:
             squares = tl.where(row == one, tl.sum(plain * plain), squares)
         if KIND == GATED_NORM:
@@ -294,12 +118,12 @@ def _rows(
         total = tl.where(row[None, :] == one, tl.sum(tile.to(tl.float32) * values[None, :], axis=1)[:, None], total)
     if KIND == NORM:
         total *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
-    total = _finished(total * unit, beside, BIAS, BASE, RANKS)
+    total = finish(total * unit, beside, BIAS, BASE, RANKS)
     tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
     if WIDTH:
         slide(out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
-        _give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
+        give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
 
 
 @dataclass(frozen=True)
@@ -323,18 +147,7 @@ class Conv:
 
 def takes_heads(weight: DeviceWeight, dim: int) -> bool:
     """Whether GATED_NORM can be of heads of so many dimensions."""
-    return weight.matrix.shape[1] % dim == 0 and _chunk(weight.matrix) % dim == 0
-
-
-def group(device: torch.device) -> int:
-    """Rows that a program has room for."""
-    return GROUP // 4 if 0 < shared_memory(device) < ROOM else GROUP
-
-
-def _chunk(matrix: Tensor) -> int:
-    """What a warp has of the inner dimension at a time."""
-    inner = min(matrix.shape[1], INNER // matrix.element_size())
-    return max(16, next_power_of_2(inner) // CHUNKS)
+    return weight.matrix.shape[1] % dim == 0 and linear_many.chunk(weight.matrix) % dim == 0
 
 
 def linear(
@@ -379,18 +192,7 @@ def linear(
             num_warps=warps, **options,
         )  # fmt: skip
         return out
-    chunk, few = _chunk(weight.matrix), group(x.device)
-    groups, total = cdiv(rows, few), cdiv(columns, BLOCK)
-    blocks = cdiv(total * groups, PROGRAMS)
-    programs = cdiv(total, blocks)
-    launch(
-        _linear, (programs, groups), *inputs, *after,
-        rows, columns, inner, blocks, AHEAD, *scales,
-        NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
-        FEW=few, CHANNELS=next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=chunk,
-        SIZE=size, PARTS=cdiv(inner, chunk * CHUNKS), num_warps=CHUNKS,
-        num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
-    )  # fmt: skip
+    linear_many.many(weight.matrix, inputs, after, rows, scales, normed is not None, options)
     return out
 
 

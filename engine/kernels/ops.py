@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from engine.device.attention import Chosen, choose
-from engine.kernels import attention, chunked_delta, linear, mxfp4, pointwise, prefill_conv, recurrent
+from engine.kernels import (
+    around,
+    attention,
+    chunked_delta,
+    linear,
+    linear_many,
+    mxfp4,
+    pointwise,
+    prefill_conv,
+    recurrent,
+)
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.layers.composed import Composed
@@ -121,15 +131,15 @@ class DeviceOps(Composed):
         if x.shape[0] > linear.ROWS:
             return super().norm_linear(x, norm, weight, bias)
         normed = torch.empty_like(x)
-        return linear.linear(x, weight, bias, kind=linear.NORM, norm=norm, normed=normed), normed
+        return linear.linear(x, weight, bias, kind=around.NORM, norm=norm, normed=normed), normed
 
     def norm_linear_conv(
         self, x: Tensor, norm: Norm, weight: DeviceWeight, conv: Tensor, state: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        if x.shape[0] > linear.group(x.device) or batch.snapshots.shape[0]:
+        if x.shape[0] > linear_many.group(x.device) or batch.snapshots.shape[0]:
             return super().norm_linear_conv(x, norm, weight, conv, state, batch)
         through = linear.Conv(conv, state, batch, x.new_empty(x.shape[0], conv.shape[0]))
-        out = linear.linear(x, weight, kind=linear.NORM, norm=norm, conv=through)
+        out = linear.linear(x, weight, kind=around.NORM, norm=norm, conv=through)
         return through.out, out[:, conv.shape[0] :]
 
     def gated_delta_net(
@@ -154,7 +164,7 @@ class DeviceOps(Composed):
     def add_sigmoid_linear(self, base: Tensor, x: Tensor, gate: Tensor, weight: DeviceWeight) -> Tensor:
         if x.shape[0] > linear.ROWS:
             return super().add_sigmoid_linear(base, x, gate, weight)
-        return linear.linear(x, weight, kind=linear.SIGMOID, gate=gate, base=base)
+        return linear.linear(x, weight, kind=around.SIGMOID, gate=gate, base=base)
 
     def add_gated_norm_linear(
         self, base: Tensor, x: Tensor, gate: Tensor, norm: Norm, weight: DeviceWeight
@@ -163,13 +173,13 @@ class DeviceOps(Composed):
             return super().add_gated_norm_linear(base, x, gate, norm, weight)
         if not linear.takes_heads(weight, x.shape[2]):
             return self.add_linear(base, self.gated_rms_norm(x, gate, norm.weight, norm.eps).flatten(1), weight)
-        return linear.linear(x, weight, kind=linear.GATED_NORM, gate=gate, norm=norm, base=base)
+        return linear.linear(x, weight, kind=around.GATED_NORM, gate=gate, norm=norm, base=base)
 
     def add_silu_linear(self, base: Tensor, gate_up: Tensor, weight: DeviceWeight) -> Tensor:
         if gate_up.shape[0] > linear.ROWS:
             return super().add_silu_linear(base, gate_up, weight)
         gate, up = gate_up.chunk(2, dim=1)
-        return linear.linear(up, weight, kind=linear.SILU, gate=gate, base=base)
+        return linear.linear(up, weight, kind=around.SILU, gate=gate, base=base)
 
     def add_shared_experts(
         self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
@@ -183,7 +193,7 @@ class DeviceOps(Composed):
             return mxfp4.finish(sums.out, *sums.blobs, ids, weights, base, gate_up, gate, down.matrix, scale)
         halves = gate_up.chunk(2, dim=1)
         shared = linear.Shared(sums, gate)
-        out = linear.linear(halves[1], down, kind=linear.SILU, gate=halves[0], base=base, shared=shared)
+        out = linear.linear(halves[1], down, kind=around.SILU, gate=halves[0], base=base, shared=shared)
         if sums.answer is not None:
             sums.answer(out)
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.bench_shapes import RandomSource, qwen36
 from engine.experts.layout import FORMATS, Layout
-from engine.kernels import attention, experts, linear, mxfp4, pointwise, recurrent
+from engine.kernels import attention, experts, linear, linear_many, mxfp4, pointwise, recurrent
 from engine.kernels.linear import MOST
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
@@ -26,7 +26,7 @@ from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.runner import make_cache
 from tests.gpu.test_device_ops import DEVICE, Draws, compare, make_batch
 
-MODULES = (attention, experts, linear, mxfp4, pointwise, recurrent)
+MODULES = (attention, experts, linear, linear_many, mxfp4, pointwise, recurrent)
 LAYOUT = Layout(FORMATS["int8"], 64, 32)
 
 
