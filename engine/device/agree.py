@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from engine.api import PAGE, EngineConfig
-from engine.device.served import Conversation, report
+from engine.device.findings import report
+from engine.device.served import Conversation
 from engine.loading import load_engine
 from engine.models.model import Wait, all_there
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -123,26 +124,24 @@ class Errors:
         self.logits.append(float((logits - wanted).norm() / wanted.norm()))
         self.apart.append(float((wanted.max() - wanted[logits.argmax()]) / wanted.std()))
 
-    def told(self, kind: str) -> bool:
-        """Whether all is right. ``kind``: ``prefill`` or ``decode``."""
+    def tell(self, kind: str) -> None:
+        """``kind``: ``prefill`` or ``decode``."""
         if not (self.scores and self.logits):
             return report(f"{kind}: rows", "none", False)
-        right = [
+        for layer, off in enumerate(np.concatenate(self.scores, axis=1)):
             self._off(f"{kind}: routers' scores of layer {layer}", off)
-            for layer, off in enumerate(np.concatenate(self.scores, axis=1))
-        ]
         report(
             f"{kind}: routers that would choose otherwise", f"{self.turned} of {self.choices}; {self.wide:.1e} apart"
         )
-        right.append(self._off(f"{kind}: logits", np.array(self.logits, np.float32)))
+        self._off(f"{kind}: logits", np.array(self.logits, np.float32))
         same, apart = sum(one == 0 for one in self.apart), max(self.apart)
         told = f"{same} of {len(self.apart)}; {apart:.1e} apart"
-        return report(f"{kind}: the same token, or two lie close", told, apart < CLOSE) and all(right)
+        report(f"{kind}: the same token, or two lie close", told, apart < CLOSE)
 
     @staticmethod
-    def _off(name: str, off: Floats) -> bool:
+    def _off(name: str, off: Floats) -> None:
         middle, most = float(np.median(off)), float(off.max())
-        return report(name, f"off by {middle:.1e}, at most {most:.1e}", middle < TYPICAL and most < MOST)
+        report(name, f"off by {middle:.1e}, at most {most:.1e}", middle < TYPICAL and most < MOST)
 
 
 class Led:
@@ -197,11 +196,11 @@ class Led:
 
         runner.score = compared  # type: ignore[method-assign]
 
-    def told(self) -> bool:
-        """Whether all since the last time was right."""
-        right = all([errors.told(kind) for kind, errors in self.errors.items()])
+    def tell(self) -> None:
+        """Of all since the last time."""
+        for kind, errors in self.errors.items():
+            errors.tell(kind)
         self.errors = {kind: Errors() for kind in KINDS}
-        return right
 
     def _find(self, part: Rows) -> Known:
         """Which request goes on here. One token may be that of several."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.api import PAGE
 from engine.bench_shapes import RandomSource, qwen36
 from engine.device.bench import Experts
-from engine.device.check_offload import GPU, Failure, report
 from engine.device.driver import CudaDriver, Driver
+from engine.device.findings import aim, report, verdict
 from engine.device.graph import DecodeSteps
 from engine.device.hosted import GATHERED, RING
 from engine.device.lanes import CudaLanes
@@ -44,6 +44,7 @@ from engine.native.library import load_library
 from engine.runner import Rows, Runner, make_cache
 from engine.sequence import TIP
 
+GPU = torch.device("cuda")
 TOKENS = 100_000
 LEAST_RATE, MOST_COST = 0.8, 0.01
 STEPS_PER_TURN = 192
@@ -143,7 +144,7 @@ def restores(device: Device, tokens: int, link: float, samples: int) -> None:
     said = torch.randint(0, 200_000, (tokens + 1,)).tolist()
     lease = memory.open(memory.plan(encode(said), ""), "s", side=False)
     if not memory.grow(lease, tokens):
-        raise Failure("too few pages")
+        raise RuntimeError("too few pages")
     table, where = list(lease.table), device.pages[0].device
     kept = [device.pages[-1][table].clone(), device.cache.states[-1][lease.slot].clone()]
     synchronize(where)
@@ -158,7 +159,7 @@ def restores(device: Device, tokens: int, link: float, samples: int) -> None:
     times = [_restore(device, memory, said, kept) for _ in range(samples + 1)][1:]
     planned, seconds = (median(each) for each in zip(*times, strict=True))
     rate = size / seconds
-    report(
+    aim(
         f"restore of {size / 1e9:.2f} GB, layer by layer, {1e3 * planned:.1f} ms planned",
         f"{1e3 * seconds:.1f} ms, {rate / 1e9:.1f} GB/s, {rate / link:.0%} of link",
         rate >= LEAST_RATE * link,
@@ -175,7 +176,7 @@ def _restore(device: Device, memory: Memory, said: Sequence[int], kept: Sequence
     planned = time.perf_counter()
     lease = memory.open(plan, "s", side=False, layered=True)
     if lease.restore is None:
-        raise Failure("nothing had to be restored")
+        raise RuntimeError("nothing had to be restored")
     wait = memory.overlap(lease)
     for layer in (*range(max(device.manifest.recurrent_at, default=0) + 1), AFTER):
         wait(layer)
@@ -184,7 +185,7 @@ def _restore(device: Device, memory: Memory, said: Sequence[int], kept: Sequence
     same = torch.equal(device.pages[-1][lease.table[: kept[0].shape[0]]], kept[0])
     same &= torch.equal(device.cache.states[-1][lease.slot], kept[1])
     if not lease.restore.poll() or memory.restored(lease, said) is not None or not same:
-        raise Failure("what came back is not what left")
+        raise RuntimeError("what came back is not what left")
     memory.close(lease, said, len(said) - 1, TIP)
     memory.tick(_SECONDS)
     return planned - start, end - planned
@@ -231,7 +232,7 @@ def decoding(library: Path, layers: int, turns: int) -> None:
         ratios.append((turn(True) / alone, alone))
     cost = median(ratio for ratio, _ in ratios[1:]) - 1
     step = median(alone for _, alone in ratios[1:]) / STEPS_PER_TURN
-    report(
+    aim(
         f"checkpoints and pages of {STEPS_PER_TURN} decode steps, {layers} layers",
         f"{cost:+.2%} of {1e3 * step:.2f} ms per step",
         cost < MOST_COST,
@@ -263,25 +264,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("restores",), help="not what checkpoints cost decode steps")
     options = parser.parse_args()
+    start = time.perf_counter()
     torch.zeros(1, device=GPU)
     driver = CudaDriver(load_library(options.library))
     inward, outward = link(driver)
     report("the link, in and out, one large copy", f"{inward / 1e9:.1f} and {outward / 1e9:.1f} GB/s")
     manifest = qwen36_manifest()
     pages = -(-TOKENS // PAGE) + 16
-    try:
-        device = Device.make(manifest, (pages + 2 * pages // 8, 6), (pages, 4), CudaLanes(GPU), driver)
-        round_trip(device)
-        restores(device, TOKENS, inward, 3 if options.quick else 7)
-        device.close()
-        del device
-        torch.cuda.empty_cache()
-        if options.only != "restores":
-            decoding(options.library, 8 if options.quick else 12, 5 if options.quick else 9)
-    except Failure as failure:
-        print(f"wrong: {failure}", file=sys.stderr)
-        return 1
-    return 0
+    device = Device.make(manifest, (pages + 2 * pages // 8, 6), (pages, 4), CudaLanes(GPU), driver)
+    round_trip(device)
+    restores(device, TOKENS, inward, 3 if options.quick else 7)
+    device.close()
+    del device
+    torch.cuda.empty_cache()
+    if options.only != "restores":
+        decoding(options.library, 8 if options.quick else 12, 5 if options.quick else 9)
+    return verdict(time.perf_counter() - start)
 
 
 def qwen36_manifest() -> Manifest:

@@ -16,6 +16,7 @@ from engine.api import PAGE
 from engine.bandwidth import read_probe
 from engine.bench_shapes import RandomSource, qwen36
 from engine.device.driver import CudaDriver
+from engine.device.findings import report, verdict
 from engine.device.graph import DecodeSteps
 from engine.experts import waves as reference
 from engine.experts.executor import Executor
@@ -39,16 +40,6 @@ GPU = torch.device("cuda")
 TOLERANCE = {"layer": 1e-4, "step": 1e-2, "prefill": 1e-2}
 """Relative error of the whole result against experts that are all on the device."""
 _ROUND_TRIPS = 200
-
-
-class Failure(Exception):
-    """A result that is wrong."""
-
-
-def report(name: str, value: str, right: bool = True) -> None:
-    print(f"{name:58} {value:>28} {'' if right else '  WRONG'}", flush=True)
-    if not right:
-        raise Failure(name)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -392,12 +383,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(time.time_ns())
     torch.zeros(1, device=GPU)
-    try:
-        PARTS[options.part](options.library, options.quick)
-    except Failure as failure:
-        print(f"wrong: {failure}", file=sys.stderr)
-        return 1
-    return 0
+    start = time.monotonic()
+    PARTS[options.part](options.library, options.quick)
+    return verdict(time.monotonic() - start)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from engine import native
 from engine.api import Sampling
 from engine.device.agree import CHUNK, Known, Led, known
 from engine.device.check_soak import Sessions, resumes, soaked, texts
+from engine.device.findings import aim, report, verdict
 from engine.device.frozen import executor_threads, frozen
 from engine.device.graph import Inputs
 from engine.device.machine import Machine, find_machine
 from engine.device.runner import DeviceRunner
-from engine.device.served import LAYERS, Served, model_config, prompt, report, room_for, served, write_model
+from engine.device.served import LAYERS, Served, model_config, prompt, room_for, served, write_model
 from engine.device.watchdog import Watchdog
 from engine.experts.executor import ExecutorError
 from engine.kernels.ops import DeviceOps
@@ -136,7 +137,7 @@ def converse_alone(made: Served, vocab: int, graphs: Graphs) -> None:
     shares = ", ".join(f"{part / max(sum(parts), 1):.0%}" for part in parts)
     report(f"one sequence{f'; hit, fetched, CPU {shares}' if sum(parts) else ''}", f"{1 / median(steps):.0f} tok/s")
     told = f"{1e3 * median(steps):.2f} ms; {1e6 * host:.0f} us"
-    report("a step; of it the device waits for the host", told, host < HOST)
+    aim("a step; of it the device waits for the host", told, host < HOST)
     report("whole rows fetched", f"{stats['fetched_rows']:.0f} of {stats['graph_steps']:.0f} steps")
     report("graphs; bytes of the device that they took", f"{stats['graphs']:.0f}; {stats['graph_bytes'] / 1e6:.0f} MB")
 
@@ -165,7 +166,7 @@ def turns(made: Served, vocab: int) -> None:
         said = [*said, *answer, *prompt(60 + turn, OUTPUT, vocab)]
     later = mean(steps) / alone - 1
     name = f"a step of {TURNS} turns with {OUTPUT} tokens between"
-    report(name, f"{1e3 * mean(steps):.2f} ms; {later:+.0%}", later < LATER)
+    aim(name, f"{1e3 * mean(steps):.2f} ms; {later:+.0%}", later < LATER)
 
 
 def _answer(made: Served, name: str, said: list[int], answer: list[int]) -> list[float]:
@@ -182,7 +183,7 @@ def beside(made: Served, vocab: int, size: int) -> None:
     for number in range(2):
         alone, steps, said, held = _ask_beside(made, vocab, size, number)
     longest, took = max(steps), sum(steps)
-    report(
+    aim(
         f"{size} tokens while another answers; between its tokens",
         f"at most {1e3 * longest:.0f} ms, {1e3 * took / said:.1f} ms", longest < 1.5 * HELD,
     )  # fmt: skip
@@ -209,23 +210,21 @@ def _ask_beside(made: Served, vocab: int, size: int, number: int) -> tuple[float
     return seconds, steps, said, made.scheduler.memory.pool.held_pages
 
 
-def dies(made: Served, threads: set[int], said: Known) -> bool:
+def dies(made: Served, threads: set[int], said: Known) -> None:
     """The CPU's threads stop: the device must not wait for ever, nor anybody believe what it computes."""
     answer = tuple(said.tokens[said.prompt :])
     made.submit("dies", said.tokens[: said.prompt], Sampling(max_tokens=len(answer), temperature=0.0, forced=answer))
     made.run(lambda: bool(made.answers["dies"]))
-    start = time.perf_counter()
+    start, right, told = time.perf_counter(), False, "none"
     try:
         with frozen(threads):
             made.run()
     except ExecutorError as error:
-        return report(
-            "its threads stop: an error", f"in {time.perf_counter() - start:.1f} s", "not answered" in str(error)
-        )
+        right, told = "not answered" in str(error), f"in {time.perf_counter() - start:.1f} s"
     except OSError as error:
         made.scheduler.abort("dies")
-        return report("its threads stop: an error", f"not checked: {error}")
-    return report("its threads stop: an error", "none", False)
+        right, told = True, f"not checked: {error}"
+    report("its threads stop: an error", told, right)
 
 
 @contextmanager
@@ -246,18 +245,20 @@ def following(
 def compare(
     made: Served, led: Led, threads: set[int], there: dict[str, Known], vocab: int, texts: dict[str, list[int]],
     seconds: float,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Say the same again; then pieces of ``texts``, in any order, for so many ``seconds``; then let threads die."""
     converse(made, vocab, {name: list(there[name].tokens[there[name].prompt :])[:AGAIN] for name in ANSWERS})
-    right = led.told()
+    led.tell()
     if texts:
         sessions = Sessions(made, texts)
-        right &= resumes(sessions) & soaked(sessions, seconds)
-        right &= led.told()
-    return (not threads or dies(made, threads, there["long"])) and right
+        resumes(sessions)
+        soaked(sessions, seconds)
+        led.tell()
+    if threads:
+        dies(made, threads, there["long"])
 
 
-def check(folder: Path, machine: Machine, quick: bool) -> bool:
+def check(folder: Path, machine: Machine, quick: bool) -> None:
     config = model_config(quick)
     vocab, answers = config.vocab, {}
     some: dict[str, Any] = {"device": "cuda", "gpu_bytes": room_for(config, RESIDENT)}
@@ -284,16 +285,15 @@ def check(folder: Path, machine: Machine, quick: bool) -> bool:
     there = known(folder, {**conversation, **{name: (tokens[:1], tokens[1:]) for name, tokens in said.items()}}, LAYERS)
     report("the CPU has computed the same", f"in {time.perf_counter() - start:.1f} s")
     agreed = sum(int((there[name].logits.argmax(1) == torch.tensor(resident[name])).sum()) for name in ANSWERS)
-    right = report("and would have chosen, routers left alone", f"{agreed} of {total} tokens", agreed >= AGREED * total)
+    report("and would have chosen, routers left alone", f"{agreed} of {total} tokens", agreed >= AGREED * total)
     name, half = HALF
     print(f"{name}, with the experts that the CPU chooses, at {time.perf_counter() - begin:.0f} s:", flush=True)
     with following(folder, machine, there, DeviceOps, **some, **half) as made:
-        right &= compare(*made, there, vocab, said, SOAK)
+        compare(*made, there, vocab, said, SOAK)
     if not quick:
         print("all on the device, with the experts that the CPU chooses:", flush=True)
         with following(folder, machine, there, DeviceOps, device="cuda", experts="device") as made:
-            right &= compare(*made, there, vocab, {}, 0.0)
-    return right
+            compare(*made, there, vocab, {}, 0.0)
 
 
 def main() -> int:
@@ -308,9 +308,8 @@ def main() -> int:
         start = time.perf_counter()
         write_model(model_config(options.quick), Path(folder), machine.device)
         report("model written", f"{time.perf_counter() - start:.1f} s")
-        right = check(Path(folder), machine, options.quick)
-    report("all right" if right else "some of it", f"after {time.perf_counter() - start:.0f} s", right)
-    return 0 if right else 1
+        check(Path(folder), machine, options.quick)
+    return verdict(time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from triton import knobs
 from engine import native
 from engine.api import PAGE, Anchor, Reuse, Sampling, StoreSettings
 from engine.device.agree import CHUNK, Known, Led, known
+from engine.device.findings import aim, report, verdict
 from engine.device.machine import Machine, find_machine
-from engine.device.served import LAYERS, Served, model_config, report, room_for, served, write_model
+from engine.device.served import LAYERS, Served, model_config, room_for, served, write_model
 from engine.kernels.ops import DeviceOps
 from engine.loading import OpenStore
 from engine.memory.audit import audit, audit_at_rest
@@ -109,7 +110,7 @@ class Sessions:
             store.flush(60.0)
 
 
-def resumes(sessions: Sessions) -> bool:
+def resumes(sessions: Sessions) -> None:
     """One session goes on while it is on the device, and again when others have taken its place there."""
     length = len(sessions.texts["t0"])
     sessions.made.scheduler.partition.set(pages=2 * length // PAGE)
@@ -121,8 +122,8 @@ def resumes(sessions: Sessions) -> bool:
         sessions.say(text, length - 2, 2)
     sessions.settle()
     there = sessions.say("t0", third, answer).host
-    right = report("a session goes on: on the device", f"{here} of {second} tokens", here > first - PAGE)
-    return right & report("from host memory", f"{there} of {third} tokens", there > second - PAGE)
+    report("a session goes on: on the device", f"{here} of {second} tokens", here > first - PAGE)
+    report("from host memory", f"{there} of {third} tokens", there > second - PAGE)
 
 
 def soak(sessions: Sessions, seconds: float, seed: int) -> Counter[str]:
@@ -229,8 +230,8 @@ def unrehearsed() -> Iterator[list[str]]:
         knobs.runtime.jit_cache_hook = None
 
 
-def soaked(sessions: Sessions, seconds: float) -> bool:
-    """Whether everything is accounted for after a soak, and nothing more is held than before."""
+def soaked(sessions: Sessions, seconds: float) -> None:
+    """Everything is accounted for after a soak, and nothing more is held than before."""
     with unrehearsed() as late:
         soak(sessions, WARM, 0)
         before, begin = Held.of(sessions.made), time.monotonic()
@@ -238,18 +239,17 @@ def soaked(sessions: Sessions, seconds: float) -> bool:
     took, after = time.monotonic() - begin, Held.of(sessions.made)
     report("a soak; steps", f"{happened.pop('steps')} in {took:.0f} s")
     expected = (*EXPECTED, *EXPECTED_LATER) if took > LONG else EXPECTED
-    counts = dict.fromkeys(expected, 0) | happened
-    right = [report(f"  {name}", str(count), count > 0 or name not in expected) for name, count in counts.items()]
+    for name, count in (dict.fromkeys(expected, 0) | happened).items():
+        report(f"  {name}", str(count), count > 0 or name not in expected)
     more, grown = after.device - before.device, after.resident - before.resident
-    right.append(report("  bytes of the device that were not given back", str(max(0, more)), more <= SLACK))
-    right.append(report("  blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks))
-    right.append(report("  bytes of the process more than before", f"{grown / 1e6:.1f} MB", grown <= GROWTH))
-    right.append(report("  kernels that had not been rehearsed", ", ".join(sorted({*late})) or "none", not late))
+    report("  bytes of the device that were not given back", str(max(0, more)), more <= SLACK)
+    report("  blocks of host memory that are free", f"{after.blocks}", after.blocks == before.blocks)
+    report("  bytes of the process more than before", f"{grown / 1e6:.1f} MB", grown <= GROWTH)
+    report("  kernels that had not been rehearsed", ", ".join(sorted({*late})) or "none", not late)
     report("  pages, states, slots and leases", "all accounted for")  # an error would have ended this
-    return all(right)
 
 
-def makes_way(made: Served) -> bool:
+def makes_way(made: Served) -> None:
     """Another program takes nearly all memory of the device that is free, while nothing is asked."""
     free, partition = torch.cuda.mem_get_info()[0], made.scheduler.partition
     held, start = partition.report()["held_bytes"], time.monotonic()
@@ -261,14 +261,14 @@ def makes_way(made: Served) -> bool:
     del other
     torch.cuda.empty_cache()
     partition.audit()
-    told = f"{given / 1e6:.0f} MB after {took:.2f} s"
-    return report("another program needs memory: it is given", told, given > 0 and took < WITHIN)
+    report("another program needs memory: it is given", f"{given / 1e6:.0f} MB", given > 0)
+    aim("within", f"{took:.2f} s", took < WITHIN)
 
 
 def run(
     folder: Path, machine: Machine, there: dict[str, Known], seconds: float, ops: type[Any],
     stopped: threading.Event | None = None, **options: Any,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """One engine whose sessions go on, with a store another one after it, and one for everything else, which may be
     ``stopped`` early."""
     led, said = Led(there, machine.device), {name: [*one.tokens] for name, one in there.items()}
@@ -276,18 +276,19 @@ def run(
     with led.routers(ops):
         with served(folder, machine, **options) as made:
             led.listen(made.scheduler.runner)
-            right = resumes(Sessions(made, said))
+            resumes(Sessions(made, said))
         if options.get("open_store") is not None:
             with served(folder, machine, **options) as made:
                 led.listen(made.scheduler.runner)
                 length = len(said["t0"])
                 found = Sessions(made, said).say("t0", round(0.7 * length), 5).disk
-                right &= report("by another engine: from disk", f"{found} tokens", found > round(0.6 * length) - PAGE)
+                report("by another engine: from disk", f"{found} tokens", found > round(0.6 * length) - PAGE)
         with served(folder, machine, **options) as made:
             led.listen(made.scheduler.runner)
-            right &= soaked(Sessions(made, said, stopped=stopped or threading.Event()), seconds)
-            right &= machine.device.type != "cuda" or makes_way(made)
-    return led.told() and right
+            soaked(Sessions(made, said, stopped=stopped or threading.Event()), seconds)
+            if machine.device.type == "cuda":
+                makes_way(made)
+    led.tell()
 
 
 def disk(settings: StoreSettings) -> OpenStore | None:
@@ -316,12 +317,11 @@ def main() -> int:
         there = known(folder, {name: (tokens[:1], tokens[1:]) for name, tokens in texts().items()}, LAYERS)
         report("a model is written, and the CPU has computed all texts", f"after {time.monotonic() - begin:.1f} s")
         mode = {"device": "cuda", "experts": "hybrid", "gpu_bytes": room_for(config, RESIDENT)}
-        right = run(
+        run(
             folder, machine, there, options.seconds, DeviceOps, stopped,
             store=settings, open_store=disk(settings), **mode,
         )  # fmt: skip
-    report("all right" if right else "some of it", f"after {time.monotonic() - begin:.0f} s", right)
-    return 0 if right else 1
+    return verdict(time.monotonic() - begin)
 
 
 if __name__ == "__main__":

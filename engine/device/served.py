@@ -154,10 +154,5 @@ def prompt(number: int, count: int, vocab: int) -> list[int]:
     return tokens
 
 
-def report(name: str, value: str, right: bool = True) -> bool:
-    print(f"{name:58} {value:>28} {'' if right else '  WRONG'}", flush=True)
-    return right
-
-
 Conversation = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Prompt and answer, by request."""

@@ -14,13 +14,20 @@ from torch import Tensor
 
 from engine.api import Sampling
 from engine.checkpoint import write_tiny
-from engine.device import agree, check_serve, served
+from engine.device import agree, check_serve, findings, served
 from engine.runner import Rows, Runner, make_batch
 
 LAYERS = 4
 SIZES = (("a", 40), ("b", 3))
 ROOM: dict[str, Any] = {"kv_bytes": 1 << 20, "checkpoint_bytes": 1 << 19, "chunk_tokens": 24}
 DEVICE: dict[str, Any] = {"device": "cuda", "experts": "hybrid", "split": 0.5, "expert_format": "int8"}
+
+
+@pytest.fixture(autouse=True)
+def wrong(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was found to be wrong."""
+    monkeypatch.setattr(findings, "wrong", [])
+    return findings.wrong
 
 
 @pytest.fixture
@@ -66,9 +73,11 @@ def blur(monkeypatch: pytest.MonkeyPatch, of: Callable[[Tensor], bool], relative
     monkeypatch.setattr(TwinOps, "linear", off)
 
 
-def test_the_same_arithmetic(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_arithmetic(model: Path, wrong: list[str]) -> None:
     errors, there = compared(model, rehearsed)
-    assert all([one.told(kind) for kind, one in errors.items()]) and "WRONG" not in capsys.readouterr().out
+    for kind, one in errors.items():
+        one.tell(kind)
+    assert not wrong and findings.verdict(0.0) == 0
     for one in errors.values():
         assert one.turned == 0 and max(one.logits) < 1e-4 and max(float(scores.max()) for scores in one.scores) < 1e-4
     rows = sum(scores.shape[1] for one in errors.values() for scores in one.scores)
@@ -76,24 +85,31 @@ def test_the_same_arithmetic(model: Path, capsys: pytest.CaptureFixture[str]) ->
     assert sum(len(one.logits) for one in errors.values()) == 10
 
 
-def test_small_errors_turn_choices_and_are_no_fault(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_errors_turn_choices_and_are_no_fault(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
+) -> None:
     blur(monkeypatch, lambda _: True, 1e-3)
     errors, _ = compared(model)
     assert sum(one.turned for one in errors.values()) > 0
-    assert all([one.told(kind) for kind, one in errors.items()])
+    for kind, one in errors.items():
+        one.tell(kind)
+    assert not wrong
 
 
-def test_a_fault_of_one_kind_of_step_is_told(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_fault_of_one_kind_of_step_fails_the_check(
+    model: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]
 ) -> None:
     blur(monkeypatch, lambda x: x.shape[0] > agree.FEW, 0.1)
     errors, _ = compared(model)
-    assert not errors["prefill"].told("prefill") and "layer 0" in capsys.readouterr().out
+    findings.aim("is fast", "no", False)
+    assert findings.verdict(0.0) == 0  # that is no fault
+    errors["prefill"].tell("prefill")
+    assert "prefill: routers' scores of layer 0" in wrong and findings.verdict(0.0) == 1
 
 
 @pytest.mark.deep
 def test_the_part_of_the_check(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: list[str]
 ) -> None:
     """With threads that are stopped by another process."""
     monkeypatch.setattr(check_serve, "PROMPTS", {"first": 20, "second": 4, "third": 3, "long": 2})
@@ -104,5 +120,5 @@ def test_the_part_of_the_check(
     }
     there = agree.known(model, conversation, LAYERS)
     with check_serve.following(model, machine(), there, TwinOps, **{**DEVICE, **ROOM, "split": 0.0}) as made:
-        assert check_serve.compare(*made, there, 90, {}, 0.0)
-    assert "its threads stop: an error" in capsys.readouterr().out
+        check_serve.compare(*made, there, 90, {}, 0.0)
+    assert not wrong and "its threads stop: an error" in capsys.readouterr().out

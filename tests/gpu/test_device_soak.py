@@ -12,7 +12,7 @@ from device_support import TwinOps, machine, round_experts, use_twins
 
 from engine.api import StoreSettings
 from engine.checkpoint import write_tiny
-from engine.device import agree, check_soak
+from engine.device import agree, check_soak, findings
 from engine.device.virtual import HostMemory
 
 LAYERS = 4
@@ -34,7 +34,9 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = agree.known(model, {name: (tokens[:1], tokens[1:]) for name, tokens in texts.items()}, LAYERS)
     here = replace(machine(), virtual=lambda: HostMemory(1 << 30, 4096), lanes=partial(LateLanes, 1, 0.3))
     settings = StoreSettings(str(tmp_path / "store"), host_bytes=4 << 20)
-    assert check_soak.run(
+    monkeypatch.setattr(findings, "wrong", [])
+    check_soak.run(
         model, here, there, 30.0, TwinOps, device="cuda", experts="hybrid", expert_format="int8", gpu_bytes=4 << 20,
         kv_bytes=8 * 32768, checkpoint_bytes=1 << 18, store=settings, open_store=check_soak.disk(settings),
     )  # fmt: skip
+    assert not findings.wrong
