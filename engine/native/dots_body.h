@@ -106,23 +106,23 @@ void dot_tiles(const ft::Integers& a, const void* panels, int64_t depth, int64_t
 
 template <class Format>
 void split(const float* x, std::int32_t* words, float* scale, std::int32_t* starts) {
-  Vec largest = set1(0.0f), nothing = set1(0.0f);  // nothing becomes NaN where a value is not finite
-  for (int i = 0; i < ft::kBlock; i += Vec::width) {
-    const Vec value = load(x + i);
-    largest = max(largest, max(value, set1(0.0f) - value));
-    nothing = nothing + value * set1(0.0f);
+  constexpr std::int32_t infinite = 0x7f800000;
+  std::int32_t high[ft::kBlock], low[ft::kBlock], largest = 0, highs = 0, lows = 0;
+  typedef std::int32_t Word __attribute__((may_alias));
+  const Word* const bits = reinterpret_cast<const Word*>(x);
+  for (int i = 0; i < ft::kBlock; ++i) {  // magnitudes have the order of their bits; NaN is above infinity
+    const std::int32_t magnitude = bits[i] & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
   }
-  float lanes[Vec::width], nothings[Vec::width], magnitude = 0.0f, bad = 0.0f;
-  store(lanes, largest), store(nothings, nothing);
-  for (int i = 0; i < Vec::width; ++i) magnitude = lanes[i] > magnitude ? lanes[i] : magnitude, bad += nothings[i];
+  float magnitude;
+  __builtin_memcpy(&magnitude, &largest, sizeof magnitude);
   const float range = Format::exact ? 4177855.0f : 32639.0f;  // 127 * 256 + 127, and as much again in its last digit
-  *scale = magnitude / range * Format::factor + bad;
+  *scale = largest < infinite ? magnitude / range * Format::factor : __builtin_nanf("");
   // Adding 1.5 * 2^23 rounds to the nearest even integer, which is then the difference of the bits.
   constexpr float magic = 12582912.0f;
   constexpr std::int32_t magic_bits = 0x4b400000;
   const Vec inverse = set1(magnitude > 0.0f ? range / magnitude : 0.0f);
   float shifted[ft::kBlock];
-  std::int32_t high[ft::kBlock], low[ft::kBlock], highs = 0, lows = 0;
   for (int i = 0; i < ft::kBlock; i += Vec::width) store(shifted + i, fma(load(x + i), inverse, set1(magic)));
   __builtin_memcpy(high, shifted, sizeof high);
   for (int i = 0; i < ft::kBlock; ++i) {
