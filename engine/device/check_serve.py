@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine import native
-from engine.api import Sampling
+from engine.api import PAGE, Sampling
 from engine.device.agree import CHUNK, Known, Led, known
 from engine.device.check_soak import Sessions, resumes, soaked, texts
 from engine.device.findings import aim, report, verdict
@@ -32,7 +32,7 @@ from engine.device.frozen import executor_threads, frozen
 from engine.device.graph import Inputs
 from engine.device.machine import Machine, find_machine
 from engine.device.runner import DeviceRunner
-from engine.device.served import LAYERS, Served, model_config, prompt, room_for, served, write_model
+from engine.device.served import LAYERS, SEQUENCES, Served, model_config, prompt, room_for, served, write_model
 from engine.device.watchdog import Watchdog
 from engine.experts.executor import ExecutorError
 from engine.kernels.ops import DeviceOps
@@ -56,10 +56,14 @@ TURNS, SHORT, OUTPUT, LATER = 6, 150, 200, 0.12
 """Turns of an agent; tokens of an answer and of a tool's output; how much longer a step may take than in one answer."""
 BESIDE = (8192, 32768)
 """Tokens of prompts beside an answer."""
+CROWD, EACH = 240, 10
+"""Tokens that the first of many sequences says, and so many fewer each of the others."""
 TEXTS, LENGTH, SOAK = 4, 800, 5.0
 """Texts of so many tokens, and seconds of a short soak of them."""
 PATIENCE = 2.0
 """Seconds until threads that do nothing count as dead, here."""
+HANGS = 170
+"""Seconds: shortly before ``engine.device.check`` ends this."""
 _WARM = 8
 """Steps that are not timed."""
 
@@ -210,6 +214,20 @@ def _ask_beside(made: Served, vocab: int, size: int, number: int) -> tuple[float
     return seconds, steps, said, made.scheduler.memory.pool.held_pages
 
 
+def crowd(sessions: Sessions) -> None:
+    """As many sequences as a step decodes, of which one after the other ends."""
+    made, said, names = sessions.made, [*sessions.texts], []
+    made.scheduler.pace.always = True  # prompts are not held back
+    for number in range(SEQUENCES):
+        turn, text = divmod(number, len(said))
+        names.append(sessions.submit(said[text], 1 + number + PAGE * turn, CROWD - EACH * number))
+    made.run(lambda: all(made.answers[name] for name in names))
+    together = made.count("running")
+    made.run()
+    made.scheduler.pace.always = None
+    report("sequences that answered at once", str(together), together == SEQUENCES)
+
+
 def dies(made: Served, threads: set[int], said: Known) -> None:
     """The CPU's threads stop: the device must not wait for ever, nor anybody believe what it computes."""
     answer = tuple(said.tokens[said.prompt :])
@@ -251,6 +269,8 @@ def compare(
     led.tell()
     if texts:
         sessions = Sessions(made, texts)
+        crowd(sessions)
+        led.tell()
         resumes(sessions)
         soaked(sessions, seconds)
         led.tell()
@@ -301,7 +321,7 @@ def main() -> int:
     parser.add_argument("library", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    faulthandler.dump_traceback_later(60, repeat=True)  # where it is, should it hang
+    faulthandler.dump_traceback_later(HANGS)  # where it is by then
     native.__path__.append(str(options.library.parent))  # where the native library is looked for
     machine = find_machine()
     with tempfile.TemporaryDirectory() as folder:

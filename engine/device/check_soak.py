@@ -206,7 +206,7 @@ class Held:
         if store is not None:
             store.forget(None)
         gc.collect()  # engines that were closed before
-        audit_at_rest(memory, LIVE)
+        audit_at_rest(memory, scheduler.info.max_sequences)
         scheduler.partition.audit()
         device = torch.cuda.memory_allocated() if runner.device.type == "cuda" else 0
         blocks = tuple(number for name, number in runner.gauges().items() if name.startswith("host_"))

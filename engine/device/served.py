@@ -26,8 +26,10 @@ from engine.models.qwen3_5_moe import Qwen35Moe, Qwen35MoeConfig
 from engine.scheduler import Scheduler
 
 LAYERS = 4
+SEQUENCES = 16
+"""As many as a step decodes."""
 ROOM: dict[str, Any] = {
-    "kv_bytes": 256 << 20, "checkpoint_bytes": 64 << 20, "max_sequences": 3,
+    "kv_bytes": 256 << 20, "checkpoint_bytes": 64 << 20, "max_sequences": SEQUENCES,
     "store": StoreSettings("", host_bytes=1 << 28),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.api import Sampling
 from engine.checkpoint import write_tiny
-from engine.device import agree, check_serve, findings, served
+from engine.device import agree, check_serve, check_soak, findings, served
 from engine.runner import Rows, Runner, make_batch
 
 LAYERS = 4
@@ -114,11 +114,18 @@ def test_the_part_of_the_check(
     """With threads that are stopped by another process."""
     monkeypatch.setattr(check_serve, "PROMPTS", {"first": 20, "second": 4, "third": 3, "long": 2})
     monkeypatch.setattr(check_serve, "ANSWERS", {"first": 50, "second": 25, "third": 3, "long": 4})
+    monkeypatch.setattr(check_serve, "CROWD", 100)
+    monkeypatch.setattr(check_serve, "EACH", 5)
     conversation = {
         name: (check_serve._prompt(name, 90), served.prompt(90, count, 90))
         for name, count in check_serve.ANSWERS.items()
     }
+    said = check_soak.texts(4, 300, 90)
+    conversation |= {name: (tokens[:1], tokens[1:]) for name, tokens in said.items()}
     there = agree.known(model, conversation, LAYERS)
-    with check_serve.following(model, machine(), there, TwinOps, **{**DEVICE, **ROOM, "split": 0.0}) as made:
+    with check_serve.following(
+        model, machine(), there, TwinOps, **{**DEVICE, **ROOM, "kv_bytes": 8 << 20, "split": 0.0}
+    ) as made:
+        check_serve.crowd(check_soak.Sessions(made[0], said))
         check_serve.compare(*made, there, 90, {}, 0.0)
     assert not wrong and "its threads stop: an error" in capsys.readouterr().out
