@@ -29,7 +29,7 @@ from engine.experts.prefill import SUFFIX
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
-from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
+from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -57,6 +57,9 @@ class Experts:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return self.now.run(x, ids, weights, layer)
+
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        return add_to(self.now, base, x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
         return sums_of(self.now, x, ids, weights, layer)

@@ -28,7 +28,7 @@ from engine.experts.split import Split
 from engine.experts.waves import TAIL, Fetches, Waves
 from engine.kernels import waves as kernels
 from engine.kernels.experts import Sums
-from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
+from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -367,6 +367,9 @@ class _Filled:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         return self._experts.run(x, ids, weights, layer)
+
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        return add_to(self._experts, base, x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
         return sums_of(self._experts, x, ids, weights, layer)

@@ -29,7 +29,7 @@ from engine.experts.pool import Pool
 from engine.experts.prefill import SUFFIX
 from engine.experts.split import Split
 from engine.kernels.experts import Sums
-from engine.kernels.ops import DeviceExperts, DeviceOps, sums_of
+from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
 from engine.models.model import Progress
@@ -60,6 +60,9 @@ class _Filling:
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return self._then.run(x, ids, weights, layer)
+
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        return add_to(self._then, base, x, ids, weights, layer)
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
         return sums_of(self._then, x, ids, weights, layer)

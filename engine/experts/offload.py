@@ -169,6 +169,12 @@ class OffloadedExperts:
         self.prefill.resize(limit)
         self._chooser = Chooser(self.pool.layers, self.pool.experts, limit, self._chooser.policy)
 
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """base + ``run``, maybe in its memory."""
+        if x.shape[0] <= self._most or not self.prefill.possible:
+            return base + self.run(x, ids, weights, layer)
+        return self.prefill.run(x, ids, weights, layer, base)
+
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
         """All of ``run`` but the sum; None for rows that are not decided on at once."""
         return self._sums(x, ids, weights, layer) if x.shape[0] <= self._most else None

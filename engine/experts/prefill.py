@@ -100,8 +100,8 @@ class Prefill:
         ranks, resident = self._executor.layout.ranks, min(1.0, (self.limit - self._ring) / len(self._pool))
         return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """As ``Ops.experts``; contiguous tensors, a call's layers in order."""
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int, base: Tensor | None = None) -> Tensor:
+        """As ``Ops.experts``; contiguous tensors, a call's layers in order. Added to ``base``, in its memory."""
         residency, rows, at = self._residency, x.shape[0], self._where
         if layer == _PROBED:
             self._probe.mark("begin")
@@ -118,7 +118,7 @@ class Prefill:
         if takes:
             self._ask(x, ids, weights, layer)
 
-        y, last = torch.empty_like(x), 0 if streams else -(-self._pool.experts // self._room)
+        y, last = torch.empty_like(x) if base is None else base, 0 if streams else -(-self._pool.experts // self._room)
         for wave in range(last + 1):
             coming = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0) if wave < last else None
             self._side.join(come)
@@ -127,7 +127,7 @@ class Prefill:
             if timed:
                 self._probe.mark("computes")
             for part in parts:
-                self._compute(part, at[wave % 2], y, add=wave > 0)
+                self._compute(part, at[wave % 2], y, add=wave > 0 or base is not None)
             if timed:
                 self._probe.mark("computed")
 

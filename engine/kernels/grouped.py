@@ -381,16 +381,20 @@ def _plan(layout: Layout, tile: Tile, experts: int, down: bool) -> _Plan:
     return _Plan(cdiv(columns, wide), tile.pairs, (*bounds, *offsets), constants)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tensor) -> Tensor:
-    """As ``Ops.experts``, of experts that are all in ``slots`` uint8 [experts, stride], in order; ids may be -1."""
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, slots: Tensor, base: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """As ``Ops.experts``, of experts that are all in ``slots`` uint8 [experts, stride], in order; ids may be -1. Added
+    to ``base``, in its memory."""
     count, (half, given) = slots.shape[0], precision(layout, x.device)
     every, ordered = _every(count, x.device), sort_pairs(ids, count)
     groups = Groups(ordered.order, ordered.start, every)
     inner = x.new_empty(ids.numel(), layout.inner, dtype=half)
-    out, y = x.new_empty(ids.numel(), layout.hidden, dtype=given), torch.empty_like(x)
+    out = x.new_empty(ids.numel(), layout.hidden, dtype=given)
+    y = torch.empty_like(x) if base is None else base
     gate_up(arrange(x, layout, half), slots, layout, groups, inner)
     down(inner, slots, layout, groups, out)
-    combine_pairs(out, ids, every, weights, y)
+    combine_pairs(out, ids, every, weights, y, add=base is not None)
     return y
 
 

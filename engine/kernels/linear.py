@@ -224,15 +224,3 @@ def _through(conv: Conv | None, rows: int) -> dict[str, int]:
     if conv is None:
         return {"WIDTH": 0, "SEGMENTS": 1}
     return {"WIDTH": conv.weight.shape[1], "SEGMENTS": next_power_of_2(rows)}
-
-
-def matmul(x: Tensor, weight: DeviceWeight, bias: Tensor | None) -> Tensor:
-    """Any number of rows, in the weight's own precision with float32 sums."""
-    matrix = weight.whole.t()
-    if x.is_cuda and matrix.dtype != torch.float32:
-        given = torch.mul(x, 1 / weight.unit, out=torch.empty_like(x, dtype=matrix.dtype))
-        out = torch.mm(given, matrix, out_dtype=torch.float32)
-    else:
-        out = x @ matrix.float() / weight.unit
-    out = out[:, : weight.matrix.shape[0]].contiguous()
-    return out if bias is None else out + bias

@@ -25,7 +25,7 @@ from engine.kernels import (
 )
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
-from engine.layers.composed import Composed
+from engine.kernels.products import Products
 from engine.layers.ops import Batch, Norm
 from engine.layers.rope_table import rope_table
 
@@ -42,17 +42,27 @@ class DeviceExperts(Protocol):
 
 @runtime_checkable
 class Summable(Protocol):
-    """Experts that can leave their last step, the sum over a row's experts, to who adds to it anyway."""
+    """Experts that can leave their last step, the sum over a row's experts, to who adds to it anyway; and do it for who
+    gives up what it is added to."""
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
         """As ``run``, but for the sum. None: not for so many rows."""
+
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+        """base + ``run``, in the memory of base [rows, hidden]."""
 
 
 def sums_of(experts: DeviceExperts, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
     return experts.sums(x, ids, weights, layer) if isinstance(experts, Summable) else None
 
 
-class DeviceOps(Composed):
+def add_to(experts: DeviceExperts, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
+    if isinstance(experts, Summable):
+        return experts.add(base, x, ids, weights, layer)
+    return base + experts.run(x, ids, weights, layer)
+
+
+class DeviceOps(Products):
     """Implements ``engine.layers.ops.Ops`` for tensors on ``device``; shapes and meanings are documented there.
 
     A row's result does not depend on the other rows of a call of 1 to 4, or of 5 to 16; among those, linear layers make
@@ -69,7 +79,7 @@ class DeviceOps(Composed):
         return linear.pack(weight.to(self.device).contiguous())
 
     def linear(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        return (linear.linear if x.shape[0] <= linear.ROWS else linear.matmul)(x, weight, bias)
+        return linear.linear(x, weight, bias) if x.shape[0] <= linear.ROWS else super().linear(x, weight, bias)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
         return self._experts.pack(gate_up, down)
@@ -180,6 +190,11 @@ class DeviceOps(Composed):
             return super().add_silu_linear(base, gate_up, weight)
         gate, up = gate_up.chunk(2, dim=1)
         return linear.linear(up, weight, kind=around.SILU, gate=gate, base=base)
+
+    def add_experts(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if x.shape[0] <= linear.ROWS:
+            return super().add_experts(base, x, ids, weights, experts)
+        return add_to(self._experts, base, x, ids, weights, experts)
 
     def add_shared_experts(
         self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,

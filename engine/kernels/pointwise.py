@@ -109,14 +109,15 @@ def _gdn_gates(a, b, a_log, dt_bias, decay, beta, heads, a_row, b_row, BLOCK: tl
     row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     here, at = head < heads, row * heads + head
     wait()
-    x = tl.load(a + row * a_row + head, mask=here, other=0.0) + tl.load(dt_bias + head, mask=here, other=0.0)
+    x = tl.load(a + row * a_row + head, mask=here, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=here, other=0.0)
     rate = tl.exp(tl.load(a_log + head, mask=here, other=0.0))
     tl.store(decay + at, -rate * softplus(x), mask=here)
-    tl.store(beta + at, sigmoid(tl.load(b + row * b_row + head, mask=here, other=0.0)), mask=here)
+    tl.store(beta + at, sigmoid(tl.load(b + row * b_row + head, mask=here, other=0.0).to(tl.float32)), mask=here)
 
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    (rows, heads), decay, beta = a.shape, a.new_empty(a.shape), b.new_empty(b.shape)
+    (rows, heads), (decay, beta) = a.shape, torch.empty((2, *a.shape), dtype=torch.float32, device=a.device)
     block = next_power_of_2(heads)
     if rows:
         launch(

@@ -59,6 +59,9 @@ class ResidentExperts:
             kernels.combine(out, weights, decision, y, whole=True)
         return y
 
+    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        return grouped.experts(x, ids, weights, *self._layers[layer], base)
+
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
         """All of ``run`` but the sum, and without down where ``mxfp4.finish`` does both."""
         (layout, slots), decision = self._layers[layer], _all_of(ids)

@@ -31,7 +31,7 @@ LAYOUT = Layout(FORMATS["int8"], 64, 32)
 
 
 @pytest.mark.parametrize("inner", [200, 300])
-@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("rows", [0, 1, 5, 17])
 def test_norm_linear(rows: int, inner: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(inner)
@@ -42,7 +42,9 @@ def test_norm_linear(rows: int, inner: int) -> None:
 
 
 @pytest.mark.parametrize("snapshots", [[], [(0, 1, 4)]])
-@pytest.mark.parametrize("segments", [[(1, 9, 3)], [(1, 5, 0), (0, 3, 5), (1, 70, 1), (3, 3, 2)], [(9, 5, 3)]])
+@pytest.mark.parametrize(
+    "segments", [[(1, 9, 3)], [(1, 5, 0), (0, 3, 5), (1, 70, 1), (3, 3, 2)], [(9, 5, 3)], [(20, 5, 3)]]
+)
 def test_norm_linear_conv(segments: list[tuple[int, int, int]], snapshots: list[tuple[int, int, int]]) -> None:
     batch = make_batch(segments, snapshots)
 
@@ -54,16 +56,16 @@ def test_norm_linear_conv(segments: list[tuple[int, int, int]], snapshots: list[
     compare(run)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 17])
 def test_gated_inputs_added_to_a_residual(rows: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(rows)
         x, wide, base, norm = draw(rows, 3, 128), draw(rows, 500, scale=9), draw(rows, 38), Norm(draw(128), 1e-6)
         gate, packed = wide[:, 100:484].view(rows, 3, 128), ops.pack(draw(38, 384))
         return (
-            ops.add_linear(base, x.view(rows, -1), packed),
-            ops.add_sigmoid_linear(base, x, gate, packed),
-            ops.add_gated_norm_linear(base, x, gate, norm, packed),
+            ops.add_linear(base.clone(), x.view(rows, -1), packed),
+            ops.add_sigmoid_linear(base.clone(), x, gate, packed),
+            ops.add_gated_norm_linear(base.clone(), x, gate, norm, packed),
             ops.add_silu_linear(base, wide[:, :256], ops.pack(draw(38, 128))),
         )
 
@@ -107,7 +109,7 @@ def with_experts(ops: Ops, draw: Draws) -> tuple[Ops, object]:
     return ops, ops.pack_experts(*(torch.stack(each) for each in zip(*held, strict=True)))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 17])
 def test_shared_experts(rows: int) -> None:
     def run(ops: Ops) -> tuple[Tensor, ...]:
         draw = Draws(rows)
@@ -117,7 +119,7 @@ def test_shared_experts(rows: int) -> None:
         gate_up, gate = wide[:, 3:67], wide[:, 99:]
         return (
             ops.add_shared_experts(draw(rows, 64), x, ids, weights, packed, gate_up, gate, down),
-            ops.add_experts(x, x, ids, weights, packed),
+            ops.add_experts(x.clone(), x, ids, weights, packed),
         )
 
     compare(run)
