@@ -38,7 +38,7 @@ def _conv(
             if begin < WIDTH - 1:
                 value = _inputs(x + first * x_row, state, at, channel, x_row, here, WIDTH - 1)
             else:
-                value = tl.load(x + (first * x_row + at * x_row + channel), mask=here, other=0.0)
+                value = tl.load(x + (first * x_row + at * x_row + channel), mask=here, other=0.0).to(tl.float32)
             total += value * tl.load(weight + channel * WIDTH + tap, mask=channel < channels, other=0.0)
         to = (first + begin) * channels + (row * channels + channel)
         tl.store(out + to, total / (1.0 + tl.exp(-total)), mask=here)

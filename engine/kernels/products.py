@@ -86,6 +86,10 @@ def multiply(
     """x as ``prepare`` gives it -> [rows, out], rows maybe farther apart: float32, or, ``short``, float16 where the
     weight is; added to ``base`` [rows, out], in its memory."""
     matrix, columns = weight.whole.t().to(x.dtype), weight.matrix.shape[0]
+    if base is not None and columns == matrix.shape[1]:
+        if x.dtype == torch.float32:
+            return torch.addmm(base, x, matrix, out=base)
+        return torch.addmm(base, x, matrix, out_dtype=torch.float32, out=base)
     if x.dtype == torch.float32 or (short and x.dtype == torch.float16):
         out = torch.mm(x, matrix)
     else:
