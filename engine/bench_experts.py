@@ -5,8 +5,8 @@ makes them. What counts is the time from when a request is seen until it is answ
 of the same pool by the same threads, so that both see the same machine, busy or not. On a machine that has other things
 to do, `--threads 1 --cpu-time` counts only the time that the one thread had a core.
 
-Then requests are made as a device makes them, after pauses in which the threads may have gone to sleep: from when one
-is made until its answer is there.
+Then requests are made as a device makes them, after pauses in which the threads may have gone to sleep, or were roused
+just before: from when one is made until its answer is there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
 _TIMES = 8
 """As large as the last cache is the pool, unless told otherwise. Half of it is enough."""
 _COLUMNS = ("format", "activations", "GB/s", "read GB/s", "of read", "µs per request", "off the exact")
-_PAUSE_COLUMNS = ("µs for nothing", "µs for one expert")
+_PAUSE_COLUMNS = ("µs for nothing", "µs for one expert", "for one, roused before")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Pause:
-    """Seconds that requests for ``nothing`` and for one expert take after so many milliseconds without one: medians and
-    the slowest."""
+    """Seconds that requests for ``nothing`` and for one expert take after so many milliseconds without one, and for one
+    after ``Executor.rouse``: medians and the slowest."""
 
     format: str
     pause_ms: float
@@ -86,6 +86,8 @@ class Pause:
     nothing_worst: float
     one: float
     one_worst: float
+    roused: float
+    roused_worst: float
 
 
 def pool_bytes(options: Options) -> int:
@@ -130,11 +132,14 @@ def measure_pauses(options: Options, name: str) -> Iterator[Pause]:
     pool.fill_random()
     executor = Executor(pool, 1, options.ranks, options.threads, instruction_set=options.instruction_set)
     for pause in options.pauses:
-        taken: tuple[list[float], list[float]] = [], []
-        for number in range(2 * options.repeats):
+        taken: tuple[list[float], list[float], list[float]] = [], [], []
+        for number in range(3 * options.repeats):
+            way = number % 3
             time.sleep(pause / 1e3)
-            taken[number % 2].append(_asked_seconds(executor, number // 2, number % 2))
-        yield Pause(name, pause, median(taken[0]), max(taken[0]), median(taken[1]), max(taken[1]))
+            if way == 2:
+                executor.rouse()
+            taken[way].append(_asked_seconds(executor, number // 3, min(1, way)))
+        yield Pause(name, pause, *(fold(seconds) for seconds in taken for fold in (median, max)))
     executor.close()
 
 
@@ -190,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("repeats", 7, "sweeps of the pool"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
-    parser.add_argument("--pauses", nargs="*", type=float, default=[0, 1, 10, 100, 2000], help="milliseconds")
+    parser.add_argument("--pauses", nargs="*", type=float, default=[0, 1, 10, 100, 1000], help="milliseconds")
     parser.add_argument("--instruction-set", default="auto", help="auto, amx, avx512, avx2 (and AVX-VNNI) or scalar")
     parser.add_argument("--cpu-time", action="store_true", help="count the thread's own time; needs --threads 1")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -239,7 +244,7 @@ def _row(one: Measured) -> tuple[str, ...]:
 
 
 def _pause_row(one: Pause) -> tuple[str, ...]:
-    taken = ((one.nothing, one.nothing_worst), (one.one, one.one_worst))
+    taken = ((one.nothing, one.nothing_worst), (one.one, one.one_worst), (one.roused, one.roused_worst))
     return f"{one.pause_ms:g} ms", *(f"{middle * 1e6:.0f} (to {worst * 1e6:.0f})" for middle, worst in taken)
 
 

@@ -164,6 +164,11 @@ class Executor:
             raise ValueError(text.value.decode())
         return y
 
+    def rouse(self) -> None:
+        """A device is about to ask: threads that went to sleep wake up meanwhile, and look for requests for some
+        milliseconds. Tens of microseconds where they sleep, next to nothing where they do not."""
+        self._library.ft_executor_rouse(self._handle)
+
     def read(self) -> int:
         """Reads the whole MiB of the pool with the threads that compute, as fast as they can. -> bytes read"""
         nbytes = self.pool.nbytes >> 20 << 20

@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int kAbi = 3;
+constexpr int kAbi = 4;
 
 using ft::Context;
 using std::int32_t;
@@ -165,6 +165,8 @@ FT_API int ft_executor_error(ft::Executor* executor, char* error, int64_t room) 
 
 // Other threads compute on the same cores between requests.
 FT_API void ft_executor_share_cores(ft::Executor* executor) { executor->share_cores(); }
+
+FT_API void ft_executor_rouse(ft::Executor* executor) { executor->rouse(); }
 
 FT_API int64_t ft_executor_silence(const ft::Executor* executor) { return executor->silence(); }
 

@@ -12,8 +12,8 @@ constexpr std::int64_t kBlockBytes[] = {kBlock * kPanel * 2, kInt8Bytes, kMxfp4B
 
 // A worker looks for work this often, some milliseconds, before it sleeps: longer than a device's part of a layer.
 constexpr int kWorkerSpins = 100000;
-// The coordinator polls without rest for so many ns after a request, then naps, ever longer: what waits for it waits a
-// small part of the time that has gone by.
+// The coordinator polls without rest for so many ns after a request, or after it was roused, then naps, ever longer:
+// what waits for it waits a small part of the time that has gone by.
 constexpr std::int64_t kHot = 5'000'000, kLeastNap = 20'000, kMostNap = 1'000'000, kNapShare = 2000;
 
 std::int64_t now() {
@@ -67,7 +67,8 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       single_(products_, spec.hidden),
       gathered_(products_, spec.hidden),
       inner_(products_, spec.inner),
-      looked_(now()) {
+      looked_(now()),
+      hot_since_(looked_.load()) {
   const int cpu = spec.cpu_count > 0 ? spec.cpus[0] : -1;
   coordinator_ = std::thread([this, cpu] {
     if (cpu >= 0) pin_to(cpu);
@@ -200,13 +201,15 @@ void Executor::make_tasks(std::int64_t rows) {
   }
 }
 
-// Integers of every row, and the rows of tiles side by side; floats of one row need no copy.
+// Integers of every row, and of tiles, whose rows lie side by side in the same lines: no two threads make one.
 void Executor::make_gathers(std::int64_t rows) {
   gathers_.clear();
-  for (std::int64_t row = 0; row < rows && products_ != nullptr; ++row) gathers_.push_back({row, &single_, row, 1, 0});
-  for (std::int64_t pair : entries_) {
-    const Place& place = places_[pair];
-    if (place.size > 1) gathers_.push_back({pair / spec_.ranks, &gathered_, place.first, place.size, place.row});
+  for (std::int64_t row = 0; row < rows && products_ != nullptr; ++row) gathers_.push_back({&single_, row, 1});
+  for (const Group& group : groups_) {
+    for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
+      const int size = group.tiling.size(tile);
+      if (size > 1) gathers_.push_back({&gathered_, group.entry + group.tiling.begin(tile), size});
+    }
   }
   const std::int64_t count = static_cast<std::int64_t>(gathers_.size()), blocks = spec_.hidden / kBlock;
   if (count > 0) {
@@ -231,9 +234,12 @@ Executor::Task Executor::task_of(std::int64_t number) const {
 }
 
 void Executor::gather(const Task& task, const float* x) {
-  const Gather& gather = gathers_[task.of];
+  const auto [target, first, size] = gathers_[task.of];
   const std::int64_t column = task.begin * kBlock, count = (task.end - task.begin) * kBlock;
-  gather.target->put(gather.first, gather.size, gather.place, column, x + gather.row * spec_.hidden + column, count);
+  for (int i = 0; i < size; ++i) {
+    const std::int64_t row = size == 1 ? first : entries_[first + i] / spec_.ranks;
+    target->put(first, size, i, column, x + row * spec_.hidden + column, count);
+  }
   gathers_left_.tasks.fetch_sub(1, std::memory_order_release);
 }
 
@@ -357,21 +363,38 @@ void Executor::combine(std::int64_t unit, std::int64_t rows, const float* weight
 
 void Executor::serve() {
   FlushDenormals flush;
-  for (std::int64_t last = now(); !stopping_.load(std::memory_order_relaxed);) {
-    const std::int64_t time = now();
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    const std::int64_t time = now(), idle = time - hot_since_.load(std::memory_order_relaxed);
     looked_.store(time, std::memory_order_relaxed);
     watch();
     const std::uint64_t request = load_line(line(spec_.ready));
     if (request != 0) {
       answer(request);
-      last = now();
-    } else if (time - last < kHot) {
+      hot_since_.store(now(), std::memory_order_relaxed);
+    } else if (idle < kHot) {
       for (int i = 0; i < 4; ++i) pause();
     } else {
-      const std::int64_t nap = std::min(std::max((time - last) / kNapShare, kLeastNap), kMostNap);
-      std::this_thread::sleep_for(std::chrono::nanoseconds(nap));
+      nap(std::min(std::max(idle / kNapShare, kLeastNap), kMostNap));
     }
   }
+}
+
+// Until the time is over or somebody rouses, who wakes only this thread: it has time to wake the others.
+void Executor::nap(std::int64_t nanoseconds) {
+  std::unique_lock<std::mutex> lock(nap_mutex_);
+  napping_.store(true);
+  const auto roused = [&] { return now() - hot_since_.load() < kHot; };
+  const bool early = nap_over_.wait_for(lock, std::chrono::nanoseconds(nanoseconds), roused);
+  napping_.store(false);
+  lock.unlock();
+  if (early) threads_.rouse();
+}
+
+void Executor::rouse() {
+  hot_since_.store(now());
+  if (!napping_.load()) return;
+  std::lock_guard<std::mutex> lock(nap_mutex_);
+  nap_over_.notify_one();
 }
 
 void Executor::answer(std::uint64_t request) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,8 @@ class Executor {
   std::string take_error();
   // Nanoseconds since the coordinator last looked at the mailbox.
   std::int64_t silence() const;
+  // A device is about to ask: threads that went to sleep wake up meanwhile.
+  void rouse();
   void share_cores() { threads_.sleep_at_once(); }
 
  private:
@@ -61,12 +64,11 @@ class Executor {
     std::int64_t expert, first_part, entry;
     Tiling tiling;
   };
-  // Activations of a row that become row `place` of a tile.
+  // Activations of a row, `first`, or of the tile of `size` pairs that begins at entry `first`.
   struct Gather {
-    std::int64_t row;
     Activations* target;
     std::int64_t first;
-    int size, place;
+    int size;
   };
   // Blocks [begin, end) of a Gather, or panels of a group's part, or units of all its parts.
   enum class Kind : std::int8_t { gather, gate_up, down };
@@ -124,6 +126,7 @@ class Executor {
   std::int64_t width(std::int64_t part) const { return spec_.bounds[part + 1] - spec_.bounds[part]; }
 
   void serve();
+  void nap(std::int64_t nanoseconds);
   void answer(std::uint64_t request);
   void watch();
   std::uint64_t* line(std::int64_t offset) const { return reinterpret_cast<std::uint64_t*>(spec_.mailbox + offset); }
@@ -155,7 +158,10 @@ class Executor {
   std::mutex error_mutex_;
   std::string error_;
   std::atomic<bool> stopping_{false};
-  std::atomic<std::int64_t> looked_;
+  std::atomic<std::int64_t> looked_, hot_since_;
+  std::mutex nap_mutex_;
+  std::condition_variable nap_over_;
+  std::atomic<bool> napping_{false};
   bool serving_ = false;          // the coordinator computes
   std::int64_t asked_ = 0;        // when, in ns; 0 when the arrival is known or there is no request
   std::int64_t asked_layer_ = 0;

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-ABI = 3
+ABI = 4
 """Version of the interface and of the arithmetic; must equal ``kAbi`` in abi.cpp. Part of what makes state valid."""
 
 INSTRUCTION_SETS = ("avx512", "avx2", "scalar")
@@ -117,6 +117,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.ft_executor_error.argtypes = (_pointer, ctypes.c_char_p, _int64)
     library.ft_executor_share_cores.argtypes = (_pointer,)
     library.ft_executor_share_cores.restype = None
+    library.ft_executor_rouse.argtypes = (_pointer,)
+    library.ft_executor_rouse.restype = None
     library.ft_executor_silence.argtypes = (_pointer,)
     library.ft_executor_silence.restype = _int64
     for name, arguments in _SIGNATURES.items():

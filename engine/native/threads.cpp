@@ -104,6 +104,7 @@ void ThreadPool::drain(int thread) {
 void ThreadPool::work(int thread) {
   FlushDenormals flush;
   while (!stopping_.load()) {
+    const unsigned roused = roused_.load();
     for (int spin = 0; spin < spins_ && !any_left(next_.load(std::memory_order_acquire)); ++spin) {
       if (stopping_.load(std::memory_order_relaxed)) return;
       pause();
@@ -111,11 +112,19 @@ void ThreadPool::work(int thread) {
     if (!wanted()) {
       std::unique_lock<std::mutex> lock(mutex_);
       parked_.fetch_add(1);
-      if (!wanted()) wake_.wait(lock);  // too late for this job, it looks for the next one before it sleeps again
+      // Woken too late for a job, it looks for the next one before it sleeps again.
+      if (!wanted() && roused_.load() == roused) wake_.wait(lock);
       parked_.fetch_sub(1);
     }
     if (any_left(next_.load(std::memory_order_acquire))) drain(thread);
   }
+}
+
+void ThreadPool::rouse() {
+  if (parked_.load() == 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  roused_.fetch_add(1);
+  wake_.notify_all();
 }
 
 void ThreadPool::run_erased(std::int64_t tasks, Call call, const void* body) {
@@ -128,10 +137,7 @@ void ThreadPool::run_erased(std::int64_t tasks, Call call, const void* body) {
   body_ = body;
   left_.store(tasks, std::memory_order_relaxed);
   next_.store(static_cast<std::uint64_t>(tasks) << 32);
-  if (parked_.load() > 0) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    wake_.notify_all();
-  }
+  rouse();
   drain(0);
   wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
 }

@@ -55,6 +55,9 @@ class ThreadPool {
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
+  // Workers that sleep look for work again, for a while.
+  void rouse();
+
   // Idle workers leave their cores to others from now on.
   void sleep_at_once() { spins_.store(0); }
 
@@ -83,6 +86,7 @@ class ThreadPool {
   alignas(64) std::atomic<std::uint64_t> next_{0};
   alignas(64) std::atomic<std::int64_t> left_{0};
   alignas(64) std::atomic<int> parked_{0};
+  std::atomic<unsigned> roused_{0};
   std::atomic<bool> stopping_{false};
   Call call_ = nullptr;
   const void* body_ = nullptr;

@@ -18,7 +18,12 @@ TINY += ["--pauses", "1"]
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_experts.main([*TINY, "--rows", "2", "--cpu-time", "--json"]) == 0
     *reports, pause = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert pause["pause_ms"] == 1 and 0 < pause["nothing"] <= pause["nothing_worst"] and pause["one"] > 0
+    assert (
+        pause["pause_ms"] == 1
+        and 0 < pause["nothing"] <= pause["nothing_worst"]
+        and pause["one"] > 0
+        and pause["roused"] > 0
+    )
     assert [(one["format"], one["exact"]) for one in reports] == [
         ("bf16", True),
         ("int8", True),

@@ -119,6 +119,32 @@ def test_threads_that_sleep_are_woken(make_pool: MakePool) -> None:
         assert torch.equal(executor.run(0, x, plan, weights), y)
 
 
+def test_threads_are_roused_before_a_device_asks(make_pool: MakePool) -> None:
+    """Nothing else wakes the workers: the one that waits for a device naps, and does so often."""
+
+    def naps(thread: int) -> int:
+        lines = Path(f"/proc/self/task/{thread}/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+    def until_all(condition: Callable[[int], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not all(condition(thread) for thread in threads):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    pool = make_pool("mxfp4", 128, 96)
+    with executor_threads() as threads:
+        executor = Executor(pool, ROWS, RANKS, threads=3)
+    until_all(lambda thread: naps(thread) > 0)
+    before = {thread: naps(thread) for thread in threads}
+    executor.rouse()
+    until_all(lambda thread: naps(thread) > before[thread])  # awake, and asleep again
+    device, (x, plan, weights) = Device(executor), request(pool, 4)
+    for _ in range(3):
+        executor.rouse()
+        assert torch.equal(device.ask(0, x, plan, weights), executor.run(0, x, plan, weights))
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_not_finite_stays_so(make_pool: MakePool, exact: bool) -> None:
     pool = make_pool("int8")
