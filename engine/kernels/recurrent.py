@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.pointwise import sigmoid, softplus
 from engine.layers.ops import Batch
 
@@ -138,7 +138,7 @@ def _gates(gates, row, head, FUSED: tl.constexpr):
 def _gated_delta(
     q, k, v, gates, states, out, segments, snapshots,
     group, value_heads, key_dim, value_dim, q_row, k_row, v_row, count, scale,
-    FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, LINE: tl.constexpr,
+    FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     begin()
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -149,25 +149,29 @@ def _gated_delta(
     first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     slot = tl.load(segments + sequence * 4 + 3).to(tl.int64)
     cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
-    lines = tl.program_id(2) * VALUES + tl.arange(0, VALUES // LINE) * LINE
-    prefetch(states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + lines[None, :])
-    wait()
+    if not FUSED:  # after kernels that write states; in a decode step none does, and a look-up of torch's begins it
+        wait()
     memory = tl.load(cells, mask=here, other=0.0)
+    if FUSED:
+        wait()
     for step in range(rows):
         row = (first + step).to(tl.int64)
         at = head // group * key_dim + key
-        keys = tl.load(k + row * k_row + at, mask=key_here, other=0.0)
-        queries = tl.load(q + row * q_row + at, mask=key_here, other=0.0)
-        keys *= 1.0 / tl.sqrt(tl.sum(keys * keys) + 1e-6)
-        queries *= scale / tl.sqrt(tl.sum(queries * queries) + 1e-6)
-        values = tl.load(v + row * v_row + head * value_dim + value, mask=value_here, other=0.0)
+        keys = tl.load(k + row * k_row + at, mask=key_here, other=0.0).to(tl.float32)
+        queries = tl.load(q + row * q_row + at, mask=key_here, other=0.0).to(tl.float32)
+        values = tl.load(v + row * v_row + head * value_dim + value, mask=value_here, other=0.0).to(tl.float32)
         decay, beta = _gates(gates, row, head, FUSED)
-        memory *= tl.exp(decay)
-        recalled = tl.sum(memory * keys[:, None], axis=0)
-        change = (values - recalled) * beta
-        memory += keys[:, None] * change[None, :]
-        answer = tl.sum(memory * queries[:, None], axis=0)
+        # All sums over keys at once, of the state, keys and queries as they come: what scales those, scales sums.
+        recalled, answer = tl.split(tl.sum(tl.join(memory * keys[:, None], memory * queries[:, None]), axis=0))
+        squares = tl.join(keys * keys, queries * queries)
+        squares, products = tl.split(tl.sum(tl.join(squares, tl.join(keys * queries, 0.0 * keys)), axis=0))
+        of_keys, of_queries = tl.split(squares)
+        both, _ = tl.split(products)
+        keys_scale, decay = 1.0 / tl.sqrt(of_keys + 1e-6), tl.exp(decay)
+        change = (values - recalled * (decay * keys_scale)) * (beta * keys_scale)
+        answer = (answer * decay + change * both) * (scale / tl.sqrt(of_queries + 1e-6))
         tl.store(out + (row * value_heads + head) * value_dim + value, answer, mask=value_here)
+        memory = memory * decay + keys[:, None] * change[None, :]
         for number in range(count):
             if (tl.load(snapshots + number * 3) == sequence) & (tl.load(snapshots + number * 3 + 1) == step + 1):
                 target = tl.load(snapshots + number * 3 + 2).to(tl.int64)
@@ -198,7 +202,7 @@ def _delta(
             q, k, v, gates, state, out, batch.segments, batch.snapshots,
             value_heads // key_heads, value_heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
             batch.snapshots.shape[0], key_dim**-0.5,
-            FUSED=fused, KEYS=next_power_of_2(key_dim), VALUES=VALUES, LINE=LINE // 4,
+            FUSED=fused, KEYS=next_power_of_2(key_dim), VALUES=VALUES,
             num_warps=4,
         )  # fmt: skip
     return out
