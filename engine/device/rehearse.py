@@ -146,13 +146,13 @@ def rehearse(
         for rows in range(1, most + 1):
             inputs = Inputs(rows, pages, device)
             step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
-        for _ in _ways(experts):
+        for ahead in _ways(experts):
             for parts in prompts(pages, chunk):
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
+            for parts in () if ahead else others(pages, live, chunk):
+                step(short, make_batch(parts, device), torch.ones(len(parts), device=device))
         for _ in _few_slots(experts):
             step(short, make_batch([_rows(min(64, chunk), 1)], device), torch.ones(1, device=device))
-        for parts in others(pages, live, chunk):
-            step(short, make_batch(parts, device), torch.ones(len(parts), device=device))
         for flags, copies in product((_FAR, _FAR + 4), (False, True)):
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
 
@@ -186,14 +186,14 @@ def _untold(experts: OffloadedExperts | None) -> Iterator[None]:
     prefill.follow(costs)
 
 
-def _ways(experts: OffloadedExperts | None) -> Iterator[None]:
-    """Once with whole layers that are brought ahead for all rows, once for none: what is measured later decides."""
+def _ways(experts: OffloadedExperts | None) -> Iterator[bool]:
+    """Whether whole layers are brought ahead: for no rows first, then for all. What is measured later decides."""
     if experts is None:
-        yield
+        yield False
         return
     for ahead in (False, True):
         experts.prefill.ahead = ahead
-        yield
+        yield ahead
     experts.prefill.ahead = None
 
 

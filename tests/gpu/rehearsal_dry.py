@@ -1,8 +1,8 @@
 """A program for test_rehearsal.py: Triton as for an H200, on a machine without a GPU, and outside its interpreter.
 
-``compile``: a kernel for two numbers, side by side. ``serve MODE SEQUENCES STEPS``: what a rehearsal asks for, and what
-serving a small model then asks for besides, with so many steps of anything that the scheduler might come to. Prints
-JSON.
+``compile``: a kernel for two numbers, side by side. ``serve MODE SEQUENCES RANKS STEPS``: what a rehearsal asks for,
+and what serving a small model then asks for besides, with so many steps of anything that the scheduler might come to.
+Prints JSON.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def disturb(experts: OffloadedExperts, rng: random.Random) -> None:
     experts.resize(rng.choice((slots, rng.randint(1, slots))))
 
 
-def served(mode: str, live: int, count: int) -> tuple[list[str], list[str], bool]:
+def served(mode: str, live: int, ranks: int, count: int) -> tuple[list[str], list[str], bool]:
     asked, driver, untouched = set[tuple[str, str]](), Counting(), []
 
     def ask(*, key: str, fn: Any, **_: Any) -> bool:
@@ -166,7 +166,7 @@ def served(mode: str, live: int, count: int) -> tuple[list[str], list[str], bool
 
     load.DeviceRunner = Runner  # type: ignore[misc]
     with TemporaryDirectory() as folder:
-        write_model(MODEL, Path(folder), CPU)
+        write_model(replace(MODEL, top_k=ranks), Path(folder), CPU)
         config = EngineConfig(
             folder, device="cuda", experts=mode, kv_bytes=1 << 26, checkpoint_bytes=1 << 20, max_sequences=live,  # type: ignore[arg-type]
             chunk_tokens=CHUNK,

@@ -31,13 +31,16 @@ def test_kernels_are_compiled_and_loaded_and_kept_and_not_launched(tmp_path: Pat
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "live", "steps"), [
-    ("hybrid", 3, 20),
+@pytest.mark.parametrize(("mode", "live", "ranks", "steps"), [
+    ("hybrid", 3, 8, 20),
     *(pytest.param(*case, 400, marks=pytest.mark.deep) for case in (
-        ("hybrid", 3), ("hybrid", 8), ("hybrid", 40), ("offload", 8), ("cpu", 8), ("device", 3), ("device", 20),
+        ("hybrid", 3, 8), ("hybrid", 3, 6), ("hybrid", 8, 8), ("hybrid", 40, 8), ("offload", 8, 8), ("cpu", 8, 8),
+        ("device", 3, 8), ("device", 20, 8),
     )),
 ])  # fmt: skip
-def test_serving_asks_for_no_kernel_that_was_not_rehearsed(tmp_path: Path, mode: str, live: int, steps: int) -> None:
+def test_serving_asks_for_no_kernel_that_was_not_rehearsed(
+    tmp_path: Path, mode: str, live: int, ranks: int, steps: int
+) -> None:
     """And a rehearsal leaves experts as they were, after copies of single ones."""
-    known, late, untouched = dry(tmp_path, "serve", mode, str(live), str(steps))
+    known, late, untouched = dry(tmp_path, "serve", mode, str(live), str(ranks), str(steps))
     assert {"_linear", "_attend", "_move", "_look"} < set(known) and late == [] and untouched
