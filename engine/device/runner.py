@@ -73,6 +73,8 @@ class DeviceRunner(Runner):
     def score(
         self, parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Callable[[], None] = lambda: None
     ) -> Sequence[Row]:
+        if self._experts is not None:
+            self._experts.executor.rouse()
         decodes = wait is all_there and self._decodes(parts)
         try:
             if decodes:

@@ -29,6 +29,7 @@ from engine.device.outline import outline
 from engine.device.plan import working_bytes
 from engine.device.watchdog import Watchdog
 from engine.endpoint import Endpoint, Incoming
+from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
 from engine.models.fields import read_config
@@ -236,11 +237,11 @@ def test_a_dead_executor_ends_the_worker_and_all_its_requests(
 def test_what_was_drawn_goes_out_while_the_next_is_computed(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is not lost if the worker is to stop before."""
+    """And is not lost if the worker is to stop before. The CPU's threads are awake by then."""
     made, order = Bench(model("qwen3_moe"), **offloading(model)), list[str]()
-    for name in ("launch", "wait"):
-        does = getattr(DecodeSteps, name)
-        monkeypatch.setattr(DecodeSteps, name, lambda *at, does=does, name=name: (order.append(name), does(*at))[1])
+    for of, name in ((Executor, "rouse"), (DecodeSteps, "launch"), (DecodeSteps, "wait")):
+        does = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *at, does=does, name=name: (order.append(name), does(*at))[1])
     endpoint = Outbox(Request("r0", tuple(prompt(1, 4)), GREEDY))
 
     def send(connection: int, replies: list[Any]) -> None:
@@ -251,7 +252,7 @@ def test_what_was_drawn_goes_out_while_the_next_is_computed(
 
     monkeypatch.setattr(endpoint, "send", send)
     assert Worker(made.scheduler, cast(Endpoint, endpoint)).run() == 0
-    assert order[-7:] == [*("launch", "send", "wait") * 2, "send"]
+    assert order[-9:] == [*("rouse", "launch", "send", "wait") * 2, "send"]
     assert sum(isinstance(reply, Tokens) for reply in endpoint.sent) == 4
     made.scheduler.close(1.0)
 
