@@ -82,8 +82,8 @@ def deltas(draw: Draws) -> Iterator[Result]:
     ):
         batch = make_batch(segments, GPU, snapshots)
         rows, slots = batch.tokens.shape[0], [*range(8)] if snapshots else [0]
-        q, v = draw(rows, KEY_HEADS, LINEAR_DIM), draw(rows, VALUE_HEADS, LINEAR_DIM)
-        k, beta = draw(rows, KEY_HEADS, LINEAR_DIM) + 0.7, torch.sigmoid(draw(rows, VALUE_HEADS))
+        q, v = draw(rows, KEY_HEADS, LINEAR_DIM).half(), draw(rows, VALUE_HEADS, LINEAR_DIM).half()
+        k, beta = (draw(rows, KEY_HEADS, LINEAR_DIM) + 0.7).half(), torch.sigmoid(draw(rows, VALUE_HEADS))
         slow, fast = -1e-3 * draw(rows, VALUE_HEADS).abs(), -20 - draw(rows, VALUE_HEADS).abs()
         for pace, decay in (
             ("none", 0 * slow), ("slow", slow), ("fast", fast), ("both", torch.where(slow > -2e-3, slow, fast)),

@@ -10,7 +10,7 @@ from engine.kernels.launch import cdiv, launch
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
 
-ROWS, CHANNELS = 16, 128
+ROWS, CHANNELS = 8, 128
 
 
 @triton.jit
@@ -19,6 +19,21 @@ def _inputs(x, state, row, channel, x_row, here, KEEP: tl.constexpr):
     old = tl.load(state + channel * KEEP + row + KEEP, mask=here & (row < 0), other=0.0)
     new = tl.load(x + row * x_row + channel, mask=here & (row >= 0), other=0.0)
     return tl.where(row < 0, old, new)
+
+
+@triton.jit
+def _taps(x, weight, state, begin, row, channel, channels, x_row, here, WIDTH: tl.constexpr, OLD: tl.constexpr):
+    """Products of the weights and the inputs, OLD: some of which are in the state."""
+    line = tl.program_id(1) * here.shape[1] + tl.arange(0, here.shape[1])  # whose weights are loaded as they lie
+    total = tl.zeros(here.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        at = begin + row + (tap - WIDTH + 1)
+        if OLD:
+            value = _inputs(x, state, at, channel, x_row, here, WIDTH - 1)
+        else:
+            value = tl.load(x + (at * x_row + channel), mask=here, other=0.0)
+        total += value.to(tl.float32) * tl.load(weight + line * WIDTH + tap, mask=line < channels, other=0.0)[None, :]
+    return total
 
 
 @triton.jit
@@ -32,14 +47,11 @@ def _conv(
         first, state = tl.load(entry).to(tl.int64), states + tl.load(entry + 3).to(tl.int64) * slot_stride
         row, channel = tl.arange(0, ROWS)[:, None], tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
         here = (row < length) & (channel < channels)
-        total = tl.zeros((ROWS, CHANNELS), tl.float32)
-        for tap in tl.static_range(WIDTH):
-            at = begin + row + (tap - WIDTH + 1)
-            if begin < WIDTH - 1:
-                value = _inputs(x + first * x_row, state, at, channel, x_row, here, WIDTH - 1)
-            else:
-                value = tl.load(x + (first * x_row + at * x_row + channel), mask=here, other=0.0).to(tl.float32)
-            total += value * tl.load(weight + channel * WIDTH + tap, mask=channel < channels, other=0.0)
+        x += first * x_row
+        if begin < WIDTH - 1:
+            total = _taps(x, weight, state, begin, row, channel, channels, x_row, here, WIDTH, True)
+        else:
+            total = _taps(x, weight, state, begin, row, channel, channels, x_row, here, WIDTH, False)
         to = (first + begin) * channels + (row * channels + channel)
         tl.store(out + to, total / (1.0 + tl.exp(-total)), mask=here)
 
@@ -68,14 +80,15 @@ def _states(
 
 
 def conv(x: Tensor, weight: Tensor, state: Tensor, batch: Batch) -> Tensor:
-    """As ``Ops.conv``, for any number of rows of any number of sequences."""
+    """As ``Ops.conv``, for any number of rows of any number of sequences; x and the result may be float16."""
     out, (channels, width), count = x.new_empty(x.shape), weight.shape, batch.segments.shape[0]
     blocks = cdiv(channels, CHANNELS)
     if x.numel():
         launch(
             _conv, (tiles(x.shape[0], batch, ROWS), blocks),
             x, weight, state, out, batch.segments, count, channels, x.stride(0), state.stride(0),
-            WIDTH=width, ROWS=ROWS, CHANNELS=CHANNELS, SEGMENTS=segments_of(batch), num_warps=4, early=False,
+            WIDTH=width, ROWS=ROWS, CHANNELS=CHANNELS, SEGMENTS=segments_of(batch), num_warps=4, maxnreg=64,
+            early=False,
         )  # fmt: skip
         launch(
             _states, (count, blocks),

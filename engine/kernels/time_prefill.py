@@ -84,9 +84,11 @@ class Attention:
 class Delta:
     def __init__(self, rows: int) -> None:
         self.batch = make_batch([(rows, 0, 0)], GPU)
-        q, k = random(rows, KEY_HEADS, LINEAR_DIM), random(rows, KEY_HEADS, LINEAR_DIM)
+        q, k, v = (
+            random(rows, heads, LINEAR_DIM, dtype=torch.float16) for heads in (KEY_HEADS, KEY_HEADS, VALUE_HEADS)
+        )
         decay, beta = -random(rows, VALUE_HEADS).abs(), torch.sigmoid(random(rows, VALUE_HEADS))
-        self.given = q, k, random(rows, VALUE_HEADS, LINEAR_DIM), decay, beta
+        self.given = q, k, v, decay, beta
         self.state = random(1, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM)
         self.nbytes = sum(tensor.nbytes for tensor in self.given) + self.given[2].nbytes + 2 * self.state.nbytes
 
@@ -149,7 +151,7 @@ def deltas() -> Iterator[Timed]:
 
 def convolutions() -> Iterator[Timed]:
     for rows in (ROWS, 200):
-        x, weight, window = random(rows, CHANNELS), random(CHANNELS, WIDTH), random(1, CHANNELS, WIDTH - 1)
+        x, weight, window = random(rows, CHANNELS).half(), random(CHANNELS, WIDTH), random(1, CHANNELS, WIDTH - 1)
         batch = make_batch([(rows, 0, 0)], GPU)
         yield Timed(f"conv of {rows}", partial(prefill_conv.conv, x, weight, window, batch), 2 * x.nbytes, "B")
 
@@ -197,7 +199,7 @@ def tune(bounds: dict[str, float]) -> None:
     work, delta = Attention(ROWS, 20_000), Delta(ROWS)
     for plan in itertools.starmap(prefill_attention.Tiling, ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3))):
         found.append((best(partial(work, plan)), Timed(f"attention {plan}", work, work.operations)))
-    for shape in itertools.starmap(chunked_delta.Tiling, ((32, 32, 2), (64, 32, 2), (32, 16, 2), (32, 32, 1))):
+    for shape in itertools.starmap(chunked_delta.Tiling, ((32, 3), (32, 2), (64, 3, 8))):
         found.append((best(partial(delta, shape)), Timed(f"delta {shape}", delta, delta.nbytes, "B")))
     for name, format in FORMATS.items():
         experts, chosen = Experts(format), grouped.TILES[name]
