@@ -119,7 +119,7 @@ class Products(Composed):
         out = (
             self.norm_linear(x, norm, weight)[0] if few else multiply(prepare(x, weight, norm=norm), weight, short=True)
         )
-        return self.conv(out[:, :channels], conv, state, batch).float(), out[:, channels:]
+        return self.conv(out[:, :channels], conv, state, batch), out[:, channels:]
 
     def add_linear(self, base: Tensor, x: Tensor, weight: DeviceWeight) -> Tensor:
         return multiply(prepare(x, weight), weight, base=base)
