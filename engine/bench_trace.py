@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 class ForcedRouting:
-    """``ids`` int32 [layers, rows, k] on the device: what the routers of the next step are replaced by."""
+    """What the routers of the next step are replaced by, on the device: ``logits`` [layers, rows, experts], of which
+    ``ids`` int32 [layers, rows, k] are the largest."""
 
     def __init__(self, layers: int, experts: int, rows: int, k: int, device: torch.device, seed: int = 1) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._experts = experts
         self.ids = torch.zeros(layers, rows, k, dtype=torch.int32, device=device)
-        self._like = torch.empty(layers, rows, experts, device=device)
+        self.logits = torch.empty(layers, rows, experts, device=device)
         self.draw(torch.full((layers * experts,), -1, dtype=torch.int32, device=device), 0.0)
 
     def draw(self, slot_of: Tensor, rate: float, lacks: Tensor | None = None) -> None:
@@ -23,10 +24,12 @@ class ForcedRouting:
         layers, _, k = self.ids.shape
         absent = slot_of < 0
         whole = ~absent if lacks is None else ~absent & (lacks == 0)
-        order = torch.rand(self._like.shape, generator=self._generator, device=self._like.device)
+        order = torch.rand(self.logits.shape, generator=self._generator, device=self.logits.device)
         hits, misses = (
             torch.where(chosen.view(layers, 1, self._experts), order, order - 2).topk(k, dim=2).indices
             for chosen in (whole, absent)
         )
-        chance = torch.rand(self.ids.shape, generator=self._generator, device=self._like.device)
-        self.ids.copy_(torch.where(chance < rate, hits, misses))
+        chance = torch.rand(self.ids.shape, generator=self._generator, device=self.logits.device)
+        chosen = torch.where(chance < rate, hits, misses)
+        self.ids.copy_(chosen)
+        self.logits.copy_(order).scatter_(2, chosen, 2 + chance)

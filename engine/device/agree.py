@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.api import PAGE, EngineConfig
 from engine.device.findings import report
 from engine.device.served import Conversation
+from engine.layers.ops import Routing
 from engine.loading import load_engine
 from engine.models.model import Wait, all_there
 from engine.models.qwen3_5_moe import Qwen35Moe
@@ -42,6 +43,8 @@ CHUNK = 256
 """Rows of a step at most."""
 FEW = 16
 """Rows of a decode step at most."""
+_LEAD = 64.0
+"""More than logits lie apart, and little enough that they keep their bits."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -167,8 +170,12 @@ class Led:
             self._calls = 0  # also after models of fewer layers, which kernels are rehearsed with
             return forward(model, *arguments)
 
-        route = patch.object(ops, "route", lambda _, *arguments: self._route(*arguments))
-        with route, patch.object(Qwen35Moe, "forward", counted):
+        add = ops.add_shared_experts
+
+        def led(ops: Any, base: Tensor, x: Tensor, routing: Routing, *arguments: Any) -> Tensor:
+            return cast(Tensor, add(ops, base, x, replace(routing, logits=self._lead(routing)), *arguments))
+
+        with patch.object(ops, "add_shared_experts", led), patch.object(Qwen35Moe, "forward", counted):
             yield
 
     def listen(self, runner: Runner) -> None:
@@ -211,10 +218,12 @@ class Led:
         self._going[part.slot] = said, end
         return said
 
-    def _route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        layer, rows = self._calls, logits.shape[0]
+    def _lead(self, routing: Routing) -> Tensor:
+        """Logits of which the device chooses what the CPU chose, with the same weights, as they add up to 1."""
+        layer, rows = self._calls, routing.logits.shape[0]
+        if not routing.renormalize:
+            raise ValueError("weights that do not add up to 1 would not be those of the logits")
         self._calls += 1
-        self._scores[layer, :rows].copy_(logits)
-        ids = self._ids[layer, :rows].clone()
-        weights = torch.softmax(logits, dim=1).gather(1, ids.long())
-        return ids, weights / weights.sum(dim=1, keepdim=True) if renormalize else weights
+        self._scores[layer, :rows].copy_(routing.logits)
+        ids = self._ids[layer, :rows].long()
+        return routing.logits.scatter_add(1, ids, torch.full(ids.shape, _LEAD, device=ids.device))

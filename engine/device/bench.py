@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,7 @@ from engine.kernels.linear import DeviceWeight
 from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
+from engine.layers.ops import Routing
 from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.native.library import find_library, load_library
 from engine.native.ops import NativeOps
@@ -61,8 +63,8 @@ class Experts:
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return add_to(self.now, base, x, ids, weights, layer)
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-        return sums_of(self.now, x, ids, weights, layer)
+    def sums(self, x: Tensor, routing: Routing, layer: Any) -> Sums | None:
+        return sums_of(self.now, x, routing, layer)
 
 
 class ForcedOps(DeviceOps):
@@ -79,10 +81,13 @@ class ForcedOps(DeviceOps):
         self.bytes += weight.nbytes
         return super().pack(weight)
 
-    def route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        _, weights = super().route(logits, k, renormalize)
+    def add_shared_experts(
+        self, base: Tensor, x: Tensor, routing: Routing, experts: Any,
+        gate_up: Tensor, gate: Tensor, down: DeviceWeight,
+    ) -> Tensor:  # fmt: skip
         layer, self._calls = self._calls % self.routing.ids.shape[0], self._calls + 1
-        return self.routing.ids[layer], weights
+        routing = replace(routing, logits=self.routing.logits[layer])
+        return super().add_shared_experts(base, x, routing, experts, gate_up, gate, down)
 
 
 class Bench:

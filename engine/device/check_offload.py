@@ -31,6 +31,7 @@ from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
+from engine.layers.ops import Routing
 from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.native.library import load_library, supported_instruction_sets
 from engine.native.ops import NativeOps
@@ -371,8 +372,8 @@ class _Filled:
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         return add_to(self._experts, base, x, ids, weights, layer)
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
-        return sums_of(self._experts, x, ids, weights, layer)
+    def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums | None:
+        return sums_of(self._experts, x, routing, layer)
 
 
 PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "prefill": prefill, "step": step}

@@ -32,6 +32,7 @@ from engine.kernels.experts import Sums
 from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
+from engine.layers.ops import Routing
 from engine.models.model import Progress
 from engine.models.registry import Architecture
 from engine.native.library import NativeLibraryError
@@ -64,8 +65,8 @@ class _Filling:
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         return add_to(self._then, base, x, ids, weights, layer)
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-        return sums_of(self._then, x, ids, weights, layer)
+    def sums(self, x: Tensor, routing: Routing, layer: Any) -> Sums | None:
+        return sums_of(self._then, x, routing, layer)
 
 
 @dataclass(frozen=True)

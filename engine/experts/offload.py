@@ -28,9 +28,12 @@ from engine.experts.replay import Chooser
 from engine.experts.residency import MOST_PAIRS, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
+from engine.kernels import mxfp4
 from engine.kernels.experts import Sums
 from engine.kernels.mailbox import Request, add_answer
-from engine.kernels.resolve import resolve
+from engine.kernels.pointwise import route
+from engine.kernels.resolve import resolve, routes
+from engine.layers.ops import Routing
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +103,8 @@ class OffloadedExperts:
         ``measures``: the split is not to believe what it began with. Raises DriverError when the mailbox cannot be
         mapped either."""
         self._mailbox = self._driver.register(self.executor.mailbox.data_ptr(), self.executor.layout.nbytes)
+        done = self.executor.layout.done
+        self.executor.mailbox[done : done + 8].view(torch.int64).fill_(1)  # nothing has been asked
         if fetches:
             self._pinned = pinned = pin(self._driver, self.pool, progress)
             self._split.link(pinned.layers)
@@ -175,33 +180,50 @@ class OffloadedExperts:
             return base + self.run(x, ids, weights, layer)
         return self.prefill.run(x, ids, weights, layer, base)
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums | None:
-        """All of ``run`` but the sum; None for rows that are not decided on at once."""
-        return self._sums(x, ids, weights, layer) if x.shape[0] <= self._most else None
+    def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums | None:
+        """All of ``route`` and ``run`` but the sum; None for rows that are not decided on at once."""
+        if x.shape[0] > self._most:
+            return None
+        if routes(routing):
+            return self._sums(x, routing, x.new_empty(x.shape[0], routing.k), layer)
+        return self._sums(x, *route(routing.logits, routing.k, routing.renormalize), layer)
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        y, sums = torch.empty_like(x), self._sums(x, ids, weights, layer)
-        kernels.combine(sums.out, weights, sums.decision, y)
-        self._answer(sums.decision.counts, y)
+        y = torch.empty_like(x)
+        inner, decision = self._gate_up(x, ids, weights, layer)
+        kernels.combine(self._down(inner, decision), weights, decision, y)
+        self._answer(decision.counts, y)
         return y
 
-    def _sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
-        layout, box = self.pool.layout, self.executor.layout
-        decision = self._decisions[x.shape[0] - 1]
-        out = x.new_empty(*ids.shape, layout.hidden)
-        inner = x.new_empty(*ids.shape, layout.inner)
+    def _sums(self, x: Tensor, chosen: Tensor | Routing, weights: Tensor, layer: int) -> Sums:
+        inner, decision = self._gate_up(x, chosen, weights, layer)
+        answer, layout = partial(self._answer, decision.counts), self.pool.layout
+        if mxfp4.finishes(layout):
+            arrived = self._mailbox + self.executor.layout.arrived
+            return Sums(inner, weights, decision, answer=answer, arrived=arrived, blobs=(self._slots, layout))
+        return Sums(self._down(inner, decision), weights, decision, answer=answer)
 
-        resolve(self.residency, ids, layer, decision, Request(x, weights, self._mailbox, box))
+    def _gate_up(self, x: Tensor, chosen: Tensor | Routing, weights: Tensor, layer: int) -> tuple[Tensor, Decision]:
+        """``chosen``: ids, or where they come from; then ``weights`` are written."""
+        decision, layout = self._decisions[x.shape[0] - 1], self.pool.layout
+        request = Request(x, weights, self._mailbox, self.executor.layout)
+        inner = x.new_empty(*decision.slot.shape, layout.inner)
+        resolve(self.residency, chosen, layer, decision, request)
         pool = self._pinned.pointer if self._pinned else self._mailbox  # not mapped: not read from
         kernels.fetch(pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
+        return inner, decision
+
+    def _down(self, inner: Tensor, decision: Decision) -> Tensor:
+        layout = self.pool.layout
+        out = inner.new_empty(*decision.slot.shape, layout.hidden)
         kernels.down(inner, self._slots, decision, layout, out)
-        return Sums(out, weights, decision, answer=partial(self._answer, decision.counts))
+        kernels.arrive(self._mailbox, self.executor.layout)
+        return out
 
     def _answer(self, counts: Tensor, y: Tensor) -> None:
         """Wait for the CPU's part, and add it."""
         stream, box = self._stream(), self.executor.layout
-        self._driver.write64(stream, self._mailbox + box.arrived, 1)
         self._driver.wait64(stream, self._mailbox + box.done, 1)
         add_answer(y, counts, self._mailbox, box)
 

@@ -41,7 +41,7 @@ from engine.kernels.timing import (
     report,
     sets_for,
 )
-from engine.layers.ops import Norm, Ops
+from engine.layers.ops import Norm, Ops, Routing
 
 
 class Draw(Protocol):
@@ -158,11 +158,11 @@ def _shared(ops: Ops, draw: Draw, rows: int) -> Case:
     out, weights = draw(rows, TOP_K, HIDDEN), draw(rows, TOP_K)
     ids = torch.ones(rows, TOP_K, dtype=torch.int32, device=draw.device)
     known = Sums(out, weights, Decision(ids, ids, ids, ids, ids), whole=True)
-    given = DeviceOps(_Given(known, draw.device), draw.device)
+    given, routing = DeviceOps(_Given(known, draw.device), draw.device), Routing(wide[:, :EXPERTS], TOP_K, True)
 
     def run() -> tuple[Tensor, ...]:
         gate_up, gate = wide[:, EXPERTS:-1], wide[:, -1:]
-        return (given.add_shared_experts(base, base, ids, weights, None, gate_up, gate, weight),)
+        return (given.add_shared_experts(base, base, routing, None, gate_up, gate, weight),)
 
     return Case(run, nbytes + out.nbytes + 2 * base.nbytes)
 
@@ -174,7 +174,7 @@ class _Given(ResidentExperts):
         super().__init__(FORMATS["bf16"], device)
         self._known = known
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
+    def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums:
         return self._known
 
 

@@ -244,13 +244,15 @@ def _combine(
 class Sums:
     """What is there of a layer's routed experts before they are added up: each pair's ``out`` [rows, k, hidden], its
     ``weights`` [rows, k]. ``answer`` adds the CPU's part to what a layer gives in the end, after all else, as it waits
-    for it. With ``blobs``, slots and layout of experts, ``out`` is what ``gate_up`` gave."""
+    for it. With ``blobs``, slots and layout of experts, ``out`` is what ``gate_up`` gave, and the word at ``arrived``
+    is to tell when the device has done its own part."""
 
     out: Tensor
     weights: Tensor
     decision: Decision
     whole: bool = False
     answer: Callable[[Tensor], None] | None = None
+    arrived: int = 0
     blobs: tuple[Tensor, Layout] | None = None
 
 

@@ -283,22 +283,29 @@ def _down(
 
 @triton.jit
 def _finish(
-    h, slots, ids, weights, gate, up, gate_row, scale, scale_row, matrix, unit, base, out, stride_words, hidden, inner,
-    COUNT: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr,
-    INNER: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
+    h, slots, slot_in, parts_in, counts, weights, gate, up, gate_row, scale, scale_row, matrix, unit, base, out,
+    to_arrived, stride_words, hidden, inner,
+    WHOLE: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, GROUPS: tl.constexpr,
+    WARPS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     begin()
     piece, row, k = tl.program_id(0), tl.program_id(1), tl.arange(0, INNER)
     column, inside = piece * 16 + tl.arange(0, 16), k < inner
     tile = tl.load(matrix + column[:, None] * inner + k[None, :], mask=inside[None, :], other=0.0)
     wait()
+    if not WHOLE:  # noqa: SIM102 - a condition of Triton's and one of the device's
+        if (piece + row == 0) & (tl.load(counts + 1) > 0):
+            tl.store(to_arrived.to(tl.pointer_type(tl.int64)), 1)
     gates = tl.load(gate + row * gate_row + k, mask=inside, other=0.0)
     values = tl.load(up + row * gate_row + k, mask=inside, other=0.0) * gates * sigmoid(gates)
     residual, share = tl.load(base + row * hidden + column), tl.load(scale + row * scale_row)
     total = tl.zeros((GROUPS, 16, 8), tl.float32)
     for start in tl.range(0, RANKS * COUNT, GROUPS):
         pair, group = (start + tl.arange(0, GROUPS)) // COUNT, (start + tl.arange(0, GROUPS)) % COUNT
-        slot = tl.load(ids + row * RANKS + pair, mask=pair < RANKS, other=-1)
+        slot = tl.load(slot_in + row * RANKS + pair, mask=pair < RANKS, other=-1)
+        if not WHOLE:
+            parts = tl.load(parts_in + row * RANKS + pair, mask=pair < RANKS, other=0)
+            slot = tl.where(group // WIDE < parts, slot, -1)
         weight = tl.load(weights + row * RANKS + pair, mask=slot >= 0, other=0.0)
         # The down section of the group's part, in it the panel, in that the group.
         block = (group // WIDE * 3 + 2) * WIDE * (hidden // 32) + piece // 2 * WIDE + group % WIDE
@@ -353,18 +360,21 @@ def finishes(layout: Layout) -> bool:
 
 
 def finish(
-    h: Tensor, slots: Tensor, layout: Layout, ids: Tensor, weights: Tensor, base: Tensor,
-    gate_up: Tensor, gate: Tensor, matrix: Tensor, unit: float,
+    h: Tensor, slots: Tensor, layout: Layout, decision: Decision, weights: Tensor, base: Tensor,
+    gate_up: Tensor, gate: Tensor, matrix: Tensor, unit: float, *, whole: bool, arrived: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The end of a layer in one kernel, where all experts are on the device: ``down`` of ``h`` [rows, k, inner], summed
-    over ranks by ``weights``, base [rows, hidden], and the shared expert: silu_mul of ``gate_up`` [rows, 2 * inner],
-    times ``matrix`` [hidden, inner] and ``unit``, times sigmoid of ``gate`` [rows, 1]. ids [rows, k]: -1 for none."""
-    out, (rows, ranks), count, inner = torch.empty_like(base), ids.shape, layout.inner // BLOCK, matrix.shape[1]
+    """The end of a layer in one kernel: ``down`` of ``h`` [rows, k, inner], summed over ranks by ``weights``, base
+    [rows, hidden], and the shared expert: silu_mul of ``gate_up`` [rows, 2 * inner], times ``matrix`` [hidden, inner]
+    and ``unit``, times sigmoid of ``gate`` [rows, 1]. Unless ``whole``, the word at ``arrived`` becomes 1 where the CPU
+    has been asked: the device has all that it computes with."""
+    pairs, count, inner = decision.slot, layout.inner // BLOCK, matrix.shape[1]
+    out, (rows, ranks) = torch.empty_like(base), pairs.shape
     launch(
         _finish, (layout.hidden // HALF, rows),
-        h, slots.view(torch.int32), ids, weights, gate_up, gate_up[:, inner:], gate_up.stride(0), gate, gate.stride(0),
-        matrix, unit, base, out, slots.shape[1] // 4, layout.hidden, inner,
-        WIDE=count // MOST_PARTS, RANKS=ranks, INNER=next_power_of_2(inner),
+        h, slots.view(torch.int32), pairs, decision.gpu_parts, decision.counts, weights,
+        gate_up, gate_up[:, inner:], gate_up.stride(0), gate, gate.stride(0), matrix, unit, base, out,
+        arrived, slots.shape[1] // 4, layout.hidden, inner,
+        WHOLE=whole, WIDE=count // MOST_PARTS, RANKS=ranks, INNER=next_power_of_2(inner),
         **_constants(h, FINISH, ranks * count) | {"COUNT": count},
     )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ from engine.kernels import (
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.kernels.products import Products
-from engine.layers.ops import Batch, Norm
+from engine.layers.ops import Batch, Norm, Routing
 from engine.layers.rope_table import rope_table
 
 
@@ -45,15 +45,15 @@ class Summable(Protocol):
     """Experts that can leave their last step, the sum over a row's experts, to who adds to it anyway; and do it for who
     gives up what it is added to."""
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-        """As ``run``, but for the sum. None: not for so many rows."""
+    def sums(self, x: Tensor, routing: Routing, layer: Any) -> Sums | None:
+        """``Ops.route`` and ``run``, but for the sum. None: not for so many rows."""
 
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
         """base + ``run``, in the memory of base [rows, hidden]."""
 
 
-def sums_of(experts: DeviceExperts, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Sums | None:
-    return experts.sums(x, ids, weights, layer) if isinstance(experts, Summable) else None
+def sums_of(experts: DeviceExperts, x: Tensor, routing: Routing, layer: Any) -> Sums | None:
+    return experts.sums(x, routing, layer) if isinstance(experts, Summable) else None
 
 
 def add_to(experts: DeviceExperts, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: Any) -> Tensor:
@@ -197,18 +197,20 @@ class DeviceOps(Products):
         return add_to(self._experts, base, x, ids, weights, experts)
 
     def add_shared_experts(
-        self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
+        self, base: Tensor, x: Tensor, routing: Routing, experts: Any,
         gate_up: Tensor, gate: Tensor, down: DeviceWeight,
     ) -> Tensor:  # fmt: skip
-        sums = sums_of(self._experts, x, ids, weights, experts) if 0 < x.shape[0] <= linear.ROWS else None
+        sums = sums_of(self._experts, x, routing, experts) if 0 < x.shape[0] <= linear.ROWS else None
         if sums is None:
-            return super().add_shared_experts(base, x, ids, weights, experts, gate_up, gate, down)
+            return super().add_shared_experts(base, x, routing, experts, gate_up, gate, down)
         if sums.blobs is not None:
-            scale = 1 / down.unit
-            return mxfp4.finish(sums.out, *sums.blobs, ids, weights, base, gate_up, gate, down.matrix, scale)
-        halves = gate_up.chunk(2, dim=1)
-        shared = linear.Shared(sums, gate)
-        out = linear.linear(halves[1], down, kind=around.SILU, gate=halves[0], base=base, shared=shared)
+            out = mxfp4.finish(
+                sums.out, *sums.blobs, sums.decision, sums.weights, base, gate_up, gate, down.matrix, 1 / down.unit,
+                whole=sums.whole, arrived=sums.arrived,
+            )  # fmt: skip
+        else:
+            (gates, values), shared = gate_up.chunk(2, dim=1), linear.Shared(sums, gate)
+            out = linear.linear(values, down, kind=around.SILU, gate=gates, base=base, shared=shared)
         if sums.answer is not None:
             sums.answer(out)
         return out

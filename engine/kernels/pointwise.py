@@ -155,31 +155,40 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
 
 
 @triton.jit
+def choose(
+    logits, row, logits_row, experts, k, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """What ``route`` gives for rows [n]: ids and weights [n, K]."""
+    expert, rank = tl.arange(0, EXPERTS)[None, :], tl.arange(0, K)[None, :]
+    at = row.to(tl.int64)[:, None] * logits_row + expert
+    values = tl.load(logits + at, mask=expert < experts, other=float("-inf"))
+    values = tl.exp(values - tl.max(values, axis=1)[:, None])
+    every = tl.sum(values, axis=1)[:, None]
+    # Numbers that are not negative are in the order of their bits, and maxima of integers are one instruction.
+    left = tl.where(expert < experts, (values / every).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    chosen, share, total = row[:, None] * 0 + rank * 0, every * 0.0 + rank * 0.0, every * 0.0  # NaN for NaN
+    for turn in range(k):
+        best = tl.max(left, axis=1)[:, None]
+        winner = tl.min(tl.where(left == best, expert, experts - 1), axis=1)[:, None]  # the lowest of equals
+        chosen = tl.where(rank == turn, winner, chosen)
+        value = best.to(tl.float32, bitcast=True)
+        share = tl.where(rank == turn, share + value, share)
+        total += value
+        left = tl.where(expert == winner, -1, left)
+    return chosen, share / total if RENORMALIZE else share
+
+
+@triton.jit
 def _route(
     logits, ids, weights, experts, k, logits_row, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     begin()
-    row = tl.program_id(0).to(tl.int64)
-    expert, rank = tl.arange(0, EXPERTS), tl.arange(0, K)
+    row, rank = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, K)[None, :]
     wait()
-    values = tl.load(logits + row * logits_row + expert, mask=expert < experts, other=float("-inf"))
-    values = tl.exp(values - tl.max(values))
-    every = tl.sum(values)
-    # Numbers that are not negative are in the order of their bits, and maxima of integers are one instruction.
-    left = tl.where(expert < experts, (values / every).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    chosen, share, total = tl.zeros((K,), tl.int32), tl.zeros((K,), tl.float32), 0.0
-    for turn in range(k):
-        best = tl.max(left)
-        winner = tl.min(tl.where(left == best, expert, experts - 1))  # the lowest of equals
-        chosen = tl.where(rank == turn, winner, chosen)
-        share = tl.where(rank == turn, best.to(tl.float32, bitcast=True), share)
-        total += best.to(tl.float32, bitcast=True)
-        left = tl.where(expert == winner, -1, left)
-    if RENORMALIZE:
-        share /= total
-    share += 0.0 * every  # a NaN reaches all weights
-    tl.store(ids + row * k + rank, chosen, mask=rank < k)
-    tl.store(weights + row * k + rank, share, mask=rank < k)
+    chosen, share = choose(logits, row, logits_row, experts, k, RENORMALIZE, EXPERTS, K)
+    at = row.to(tl.int64)[:, None] * k + rank
+    tl.store(ids + at, chosen, mask=rank < k)
+    tl.store(weights + at, share, mask=rank < k)
 
 
 def route(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

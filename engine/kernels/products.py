@@ -19,7 +19,7 @@ from engine.kernels.launch import cdiv, launch, next_power_of_2
 from engine.kernels.linear import ROWS, DeviceWeight
 from engine.kernels.pointwise import sigmoid, strides
 from engine.layers.composed import Composed
-from engine.layers.ops import Batch, Norm, Ops
+from engine.layers.ops import Batch, Norm, Ops, Routing
 
 SIZE = 4096
 """Numbers of a program."""
@@ -137,9 +137,9 @@ class Products(Composed):
         return multiply(prepare(up, weight, gate=gate), weight, base=base)
 
     def add_shared_experts(
-        self: Ops, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
+        self: Ops, base: Tensor, x: Tensor, routing: Routing, experts: Any,
         gate_up: Tensor, gate: Tensor, down: DeviceWeight,
     ) -> Tensor:  # fmt: skip
         halves = gate_up.chunk(2, dim=1)
         base = multiply(prepare(halves[1], down, gate=halves[0], share=gate), down, base=base)
-        return self.add_experts(base, x, ids, weights, experts)
+        return self.add_experts(base, x, *self.route(routing.logits, routing.k, routing.renormalize), experts)

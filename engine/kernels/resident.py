@@ -13,6 +13,8 @@ from engine.kernels import experts as kernels
 from engine.kernels import grouped, mxfp4
 from engine.kernels.experts import Sums
 from engine.kernels.linear import ROWS
+from engine.kernels.pointwise import route
+from engine.layers.ops import Routing
 
 if TYPE_CHECKING:
     from engine.experts.pool import Pool
@@ -62,8 +64,9 @@ class ResidentExperts:
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         return grouped.experts(x, ids, weights, *self._layers[layer], base)
 
-    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Sums:
-        """All of ``run`` but the sum, and without down where ``mxfp4.finish`` does both."""
+    def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums:
+        """All of ``route`` and ``run`` but the sum, and without down where ``mxfp4.finish`` does both."""
+        ids, weights = route(routing.logits, routing.k, routing.renormalize)
         (layout, slots), decision = self._layers[layer], _all_of(ids)
         inner = self._gate_up(x, decision, layer)
         if mxfp4.finishes(layout):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.ops import Batch, Norm, Ops
+from engine.layers.ops import Batch, Norm, Ops, Routing
 
 
 class Composed:
@@ -58,8 +58,7 @@ class Composed:
         return base + self.experts(x, ids, weights, experts)
 
     def add_shared_experts(
-        self: Ops, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
-        gate_up: Tensor, gate: Tensor, down: Any,
-    ) -> Tensor:  # fmt: skip
-        routed = self.experts(x, ids, weights, experts)
+        self: Ops, base: Tensor, x: Tensor, routing: Routing, experts: Any, gate_up: Tensor, gate: Tensor, down: Any
+    ) -> Tensor:
+        routed = self.experts(x, *self.route(routing.logits, routing.k, routing.renormalize), experts)
         return base + self.sigmoid_mul(self.linear(self.silu_mul(gate_up), down), gate, routed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.loader import Loader
-from engine.layers.ops import Norm, Ops
+from engine.layers.ops import Norm, Ops, Routing
 
 
 class FeedForward(Protocol):
@@ -116,5 +116,5 @@ class RoutedWithShared:
         ops = self.ops
         out, normed = ops.norm_linear(x, self.norm, self.inputs)
         logits, gate_up, gate = torch.split(out, self.sizes, dim=1)
-        ids, weights = ops.route(logits, self.top_k, self.renormalize)
-        return ops.add_shared_experts(x, normed, ids, weights, self.experts, gate_up, gate, self.down)
+        routing = Routing(logits, self.top_k, self.renormalize)
+        return ops.add_shared_experts(x, normed, routing, self.experts, gate_up, gate, self.down)

@@ -51,6 +51,15 @@ class Norm:
     offset: float = 0.0
 
 
+@dataclass(frozen=True)
+class Routing:
+    """What ``Ops.route`` takes: logits [rows, experts], of which ``k`` are chosen."""
+
+    logits: Tensor
+    k: int
+    renormalize: bool
+
+
 class Ops(Protocol):
     def pack(self, weight: Tensor) -> Any:
         """Prepare a linear weight [out, in] (float32 or bfloat16) once, at load."""
@@ -156,8 +165,7 @@ class Ops(Protocol):
         """base + experts(x)."""
 
     def add_shared_experts(
-        self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any,
-        gate_up: Tensor, gate: Tensor, down: Any,
-    ) -> Tensor:  # fmt: skip
+        self, base: Tensor, x: Tensor, routing: Routing, experts: Any, gate_up: Tensor, gate: Tensor, down: Any
+    ) -> Tensor:
         """base + (experts(x) + linear(silu_mul(gate_up), down) * sigmoid(gate)), gate [rows, 1]: routed experts, and
         one that all rows share."""

@@ -67,11 +67,9 @@ def resolve(
     state: residency.Residency, ids: Tensor, layer: int, decision: Any, request: Request | None = None
 ) -> None:  # fmt: skip
     residency.resolve(state, ids, layer, decision)
-    if request is None:
-        return
-    box, at, wanted = request.layout, request.address, bool(decision.counts[1])
-    ctypes.c_uint64.from_address(at + box.done).value = not wanted
-    if wanted:
+    if request is not None and decision.counts[1]:
+        box, at = request.layout, request.address
+        ctypes.c_uint64.from_address(at + box.done).value = 0
         for offset, data in ((box.x, request.x), (box.plan, decision.plan), (box.weights, request.weights)):
             memory(at + offset, data).copy_(data)
         ctypes.c_uint64.from_address(at + box.ready).value = request.number(layer)
@@ -89,7 +87,13 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Any, part_bytes: Tens
         to.copy_(memory(pool + flat * stride + first, to))
 
 
-TWINS = SimpleNamespace(fetch=fetch, combine=experts_twin.combine, gate_up=experts_twin.gate_up, down=experts_twin.down)
+def arrive(mailbox: int, box: Any) -> None:
+    ctypes.c_uint64.from_address(mailbox + box.arrived).value = 1
+
+
+TWINS = SimpleNamespace(
+    fetch=fetch, combine=experts_twin.combine, gate_up=experts_twin.gate_up, down=experts_twin.down, arrive=arrive
+)
 
 
 def use_twins(patch: pytest.MonkeyPatch) -> None:

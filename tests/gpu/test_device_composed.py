@@ -20,7 +20,7 @@ from engine.kernels.linear import MOST
 from engine.kernels.ops import DeviceOps
 from engine.kernels.resident import ResidentExperts
 from engine.layers.loader import Loader
-from engine.layers.ops import CPU, Batch, Norm, Ops
+from engine.layers.ops import CPU, Batch, Norm, Ops, Routing
 from engine.layers.reference import ReferenceOps
 from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.runner import make_cache
@@ -115,10 +115,11 @@ def test_shared_experts(rows: int) -> None:
         draw = Draws(rows)
         ops, packed = with_experts(ops, draw)
         x, wide, down = draw(rows, 64), draw(rows, 100), ops.pack(draw(64, 32))
-        ids, weights = draw(rows, 5).argsort(dim=1)[:, :2].int().contiguous(), draw(rows, 2)
+        routing = Routing(wide[:, 67:72], 2, True)
+        ids, weights = ops.route(routing.logits, routing.k, routing.renormalize)
         gate_up, gate = wide[:, 3:67], wide[:, 99:]
         return (
-            ops.add_shared_experts(draw(rows, 64), x, ids, weights, packed, gate_up, gate, down),
+            ops.add_shared_experts(draw(rows, 64), x, routing, packed, gate_up, gate, down),
             ops.add_experts(x.clone(), x, ids, weights, packed),
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,8 +85,8 @@ def test_extreme_scales_of_mxfp4() -> None:
         torch.testing.assert_close(h.double(), want, rtol=1e-5, atol=1e-45)
 
 
-@pytest.mark.parametrize("groups", [1, 4, 128])
-def test_the_end_of_a_layer(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("groups", "whole", "asked"), [(1, True, 0), (4, True, 0), (4, False, 1), (128, False, 0)])
+def test_the_end_of_a_layer(groups: int, whole: bool, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for tile in ("GATE_UP", "DOWN", "FINISH"):
         monkeypatch.setattr(mxfp4, tile, mxfp4.Tile(groups, min(groups, 4)))
     layout, draw = Layout(FORMATS["mxfp4"], 64, 128), torch.Generator().manual_seed(3)
@@ -91,15 +94,20 @@ def test_the_end_of_a_layer(groups: int, monkeypatch: pytest.MonkeyPatch) -> Non
     ids, weights = torch.tensor([[2, 0, 3], [1, -1, 2]], dtype=torch.int32), torch.rand(2, 3, generator=draw)
     wide, matrix = torch.randn(2, 300, generator=draw), torch.randn(64, 96, generator=draw)
     gate_up, gate = wide[:, 40:232], wide[:, 299:]
-    made = decision(ids.tolist(), ((ids >= 0) * layout.parts).tolist())
+    parts = (ids >= 0) * layout.parts if whole else torch.tensor([[3, 0, 4], [1, 0, 2]])
+    made, arrived = decision(ids.tolist(), parts.tolist()), torch.zeros(1, dtype=torch.int64)
+    made.counts[1] = asked
     h, out = computed(x, slots, made, layout)
-    got = mxfp4.finish(h, slots, layout, ids, weights, base, gate_up, gate, matrix, 0.5)
+    told: dict[str, Any] = {"whole": whole, "arrived": arrived.data_ptr()}
+    got = mxfp4.finish(h, slots, layout, made, weights, base, gate_up, gate, matrix, 0.5, **told)
+    assert int(arrived) == asked
     want = torch.empty(2, 64)
     experts_twin.combine(out, weights, made, want)
     shared = torch.nn.functional.silu(gate_up[:, :96]) * gate_up[:, 96:] @ matrix.T * 0.5
     torch.testing.assert_close(got, base + want + shared * gate.sigmoid(), rtol=1e-5, atol=1e-5)
-    one = h[:1].contiguous(), slots, layout, ids[:1], weights[:1], base[:1], gate_up[:1], gate[:1]
-    assert torch.equal(mxfp4.finish(*one, matrix, 0.5), got[:1])
+    first = replace(made, slot=made.slot[:1], gpu_parts=made.gpu_parts[:1])
+    one = h[:1].contiguous(), slots, layout, first, weights[:1], base[:1], gate_up[:1], gate[:1]
+    assert torch.equal(mxfp4.finish(*one, matrix, 0.5, **told), got[:1])
 
 
 def test_fetch_moves_what_is_listed_and_nothing_else() -> None:

@@ -18,6 +18,8 @@ from engine.experts.pool import Pool
 from engine.experts.replay import Chooser
 from engine.experts.residency import BYTES, CPU, FETCHED, HITS, ONE, Residency, lru
 from engine.experts.split import Split
+from engine.kernels.ops import DeviceOps
+from engine.layers.ops import Routing
 from engine.layers.reference import ReferenceExperts, ReferenceOps
 
 HIDDEN, INNER, EXPERTS, LAYERS, RANKS, ROWS = 64, 128, 6, 2, 2, 4
@@ -268,12 +270,33 @@ def test_only_the_answer_waits_for_the_cpu(made: Any) -> None:
     offloaded = OffloadedExperts(pool, cast(Executor, executor), driver, Split(LAYERS, 1.0, 1.0), room(pool, 2))
     offloaded.fix(0.0)
     offloaded.start(fetches=False)
-    x, ids, weights = routed(2, 1)
-    sums = offloaded.sums(x, ids, weights, 0)
+    x, _, _ = routed(2, 1)
+    sums = offloaded.sums(x, Routing(torch.randn(2, EXPERTS), RANKS, True), 0)
     assert sums is not None and sums.answer is not None
     with pytest.raises(DriverError, match="waits for 1"):
         sums.answer(torch.zeros_like(x))
     offloaded.close()
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.0), (1, 0.4), (4, 0.4), (3, 1.0)])
+def test_a_layer_from_routers_to_the_residual(made: Any, name: str, rows: int, share: float) -> None:
+    case, twins = made(name, slots=9), ReferenceOps()
+    case.share(share)
+    ops = DeviceOps(case.offloaded, DEVICE)
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        base, x, gate_up, gate, logits, down = (
+            torch.randn(*shape, generator=draw)
+            for shape in ((rows, HIDDEN), (rows, HIDDEN), (rows, 64), (rows, 1), (rows, EXPERTS + 1), (HIDDEN, 32))
+        )
+        routing, layer = Routing(logits[:, :EXPERTS], RANKS, True), seed % LAYERS
+        y = ops.add_shared_experts(base, x, routing, case.layers[layer], gate_up, gate, ops.pack(down))
+        case.offloaded.after_step()
+        expected = twins.add_shared_experts(base, x, routing, case.twins[layer], gate_up, gate, twins.pack(down))
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    box, mailbox = case.executor.layout, case.executor.mailbox
+    assert int(mailbox[box.done]) == 1 and (share == 1 or int(mailbox[box.arrived]) == 1)
 
 
 def test_what_is_not_known_of_a_machine_is_measured(made: Any) -> None:
