@@ -2,8 +2,8 @@
 
 bfloat16 weights are kept as float16, times ``UNIT``: tensor cores then take inputs of 11 bits instead of 8.
 
-One to four rows, the commonest case by far, have the kernel here: many small programs, whose weights are all on their
-way at once, multiply in float32. A row's result is the same bits in any company, but others than ``linear_many``'s.
+One row, the commonest case by far, has the kernel here: many small programs, whose weights are all on their way at
+once, multiply in float32. More rows are ``linear_many``'s, where a row's result is other bits.
 
 What stands before and after a matrix in a model is done, too: norms and gates of the input as it is read; the
 residual, the sum over routed experts, the causal convolution as outputs are written. A norm's scale of a row is a
@@ -29,7 +29,7 @@ from engine.kernels.recurrent import sequences, slide, window
 from engine.layers.ops import Batch, Norm
 
 ROWS = 16
-MOST, OUTPUTS, WIDEST, SHARE = 4, 8, 8192, 512
+MOST, OUTPUTS, WIDEST, SHARE = 1, 8, 8192, 512
 """Of few rows: how many those are; outputs of a program; inputs at the most; and how many of these a warp has. Reads of
 many small programs keep memory busier than those of few that go on."""
 EVEN = 8
@@ -43,11 +43,12 @@ so that rows of about 10^-4 keep as many bits as bfloat16 would give them."""
 @dataclass(frozen=True)
 class DeviceWeight:
     """A linear weight [out, inner] times ``unit`` on the device; ``whole``: with rows of zeros up to a multiple of
-    ``EVEN``."""
+    ``EVEN``; ``counts``: as ``many`` needs it."""
 
     matrix: Tensor
     whole: Tensor
     unit: float
+    counts: Tensor
 
 
 def pack(weight: Tensor) -> DeviceWeight:
@@ -56,7 +57,8 @@ def pack(weight: Tensor) -> DeviceWeight:
     if weight.dtype == torch.bfloat16 and _largest(weight) <= torch.finfo(torch.float16).max / UNIT:
         unit, weight = UNIT, torch.mul(weight, UNIT, out=torch.empty_like(weight, dtype=torch.float16))
     whole = pad(weight, (0, 0, 0, -out % EVEN)) if out % EVEN else weight
-    return DeviceWeight(whole[:out], whole, unit)
+    counts = torch.zeros(cdiv(out, linear_many.OUTPUTS), dtype=torch.int32, device=weight.device)
+    return DeviceWeight(whole[:out], whole, unit, counts)
 
 
 def _largest(weight: Tensor) -> float:
@@ -147,7 +149,7 @@ class Conv:
 
 def takes_heads(weight: DeviceWeight, dim: int) -> bool:
     """Whether GATED_NORM can be of heads of so many dimensions."""
-    return weight.matrix.shape[1] % dim == 0 and linear_many.chunk(weight.matrix) % dim == 0
+    return weight.matrix.shape[1] % dim == 0 and dim & (dim - 1) == 0
 
 
 def linear(
@@ -192,7 +194,7 @@ def linear(
             num_warps=warps, **options,
         )  # fmt: skip
         return out
-    linear_many.many(weight.matrix, inputs, after, rows, scales, normed is not None, options)
+    linear_many.many(weight.matrix, weight.counts, inputs[:3], after, rows, scales, options, normed is not None)
     return out
 
 

@@ -1,10 +1,10 @@
-"""Linear layers of some rows, up to 16, on the tensor cores.
+"""Linear layers of 2 to 16 rows, on the tensor cores: as fast as memory gives the weights, whatever the number of rows.
 
-A program goes through blocks of outputs. Its warps share the inner dimension: each multiplies its chunk of a block's
-weights on the tensor cores with the same chunk of the input, and the chunks are added up in their order, so that a
-row's result is the same bits in any company. The input stays in registers from block to block, as the sum of two
-16-bit numbers, which keeps 22 of its 24 bits, or 16 beside weights of bfloat16; rows that are not there are zeros.
-float32 weights are multiplied to about float32.
+A first kernel makes of each input a sum of two 16-bit numbers, which keeps 22 of its 24 bits, or 16 beside weights of
+bfloat16: they are two columns of a product, so that a weight is read once for all. A program of the second kernel goes
+through the inner dimension of its outputs. Where that makes few programs, several share the inner dimension, and the
+last of them to end adds up what all have found, in their order. So a row's result is the same bits in any company;
+columns of rows that are not there hold anything. float32 weights are multiplied to about float32.
 """
 
 from __future__ import annotations
@@ -16,138 +16,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.around import GATED_NORM, NORM, finish, give_normed, load_beside, load_factor, load_inputs
-from engine.kernels.launch import ask, begin, cdiv, launch, next_power_of_2, wait
-from engine.kernels.limits import shared_memory
+from engine.kernels.around import GATED_NORM, NORM, finish, load_beside, load_factor, load_inputs
+from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.recurrent import sequences, slide, window
 
-GROUP = 8
-"""Rows of a program; programs of other rows run beside it, and share its reads through the cache."""
-CHUNKS, INNER = 16, 4096
-"""Warps of a program, and how many bytes of an output's weights they have at a time, at the most. They set the order of
-the sums, and so are the same on every GPU."""
-BLOCK, PROGRAMS = 16, 132
-"""Outputs of a block, and programs, as many as a large GPU has processors: one that goes on reads better than one that
-begins."""
+ROWS, FEW = 16, 8
+"""A product has columns for as many rows: the tensor cores read weights from shared memory only beside 16 columns."""
 LOW = tl.constexpr(2048)
 """What an input's rest is multiplied by, so that float16 holds it."""
-STAGES, ROOM = 3, 200 << 10
-"""Blocks of 16-bit weights on their way and at work; bytes of shared memory without which one is at work, and a program
-has fewer rows."""
-AHEAD = 128 << 10
-"""Bytes of its weights that a program asks for before it waits for the kernels ahead, at the most."""
+PIECE = 1024
+"""Inputs of a program of the first kernel, but of NORM, where it has a whole row."""
+OUTPUTS, BYTES, STAGES = 64, 128, 6
+"""Outputs of a program, and how many bytes of an output's weights are a block; blocks on their way and at work."""
+PROGRAMS, SHARES = 128, 4
+"""As many as a large GPU has processors: with fewer, up to so many share the inner dimension."""
 
 
 @triton.jit
-def _factors(
-    x, gate, norm, row, k, here, eps, offset, unit, KIND: tl.constexpr, HEAD: tl.constexpr, TYPE: tl.constexpr
-):  # fmt: skip
-    """[chunks, chunk, rows]: what meets the weight, as the sum of one of its type and one / LOW; and each row's sum of
-    squares."""
-    values, plain = load_inputs(
-        x, gate, unit * load_factor(norm, k, here, offset, KIND, HEAD), row, k, here, KIND, HEAD
-    )
-    squares = tl.sum(tl.sum(plain * plain, axis=1), axis=0)
-    if KIND == GATED_NORM:
-        shape: tl.constexpr = values.shape
-        heads = tl.reshape(plain * plain, (shape[0], shape[1] // HEAD, HEAD, shape[2]))
-        scales = (1.0 / tl.sqrt(tl.sum(heads, axis=2) / HEAD + eps))[:, :, None, :]
-        values *= tl.reshape(tl.broadcast_to(scales, (shape[0], shape[1] // HEAD, HEAD, shape[2])), shape)
-    high = values.to(TYPE)
-    return high, ((values - high.to(tl.float32)) * LOW).to(TYPE), squares
-
-
-@triton.jit
-def _linear(
-    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, blocks, most, eps, offset,
-    unit,
-    KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, CHANNELS: tl.constexpr,
-    NORMED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
+def _prepare(
+    x, gate, norm, to, normed, inner, stride, eps, offset, unit,
+    KIND: tl.constexpr, HEAD: tl.constexpr, NORMED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin()
-    row = tl.program_id(1) * FEW + tl.arange(0, FEW)
-    present, first = row < rows, tl.program_id(0) * blocks
-    count = tl.minimum(blocks, tl.cdiv(columns, BLOCK) - first)
-    chunk = tl.arange(0, CHUNKS)[:, None, None] * CHUNK
-    along, across = chunk + tl.arange(0, CHUNK)[None, None, :], chunk + tl.arange(0, CHUNK)[None, :, None]
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < inner
+    factor = load_factor(norm, k, inside, offset, KIND, HEAD)
+    wait()
+    values, plain = load_inputs(x, gate, factor, row, k, inside, KIND, HEAD)
+    if KIND == NORM:
+        values *= 1.0 / tl.sqrt(tl.sum(plain * plain) / inner + eps)
+    if KIND == GATED_NORM:
+        squares = tl.sum(tl.reshape(plain * plain, (BLOCK // HEAD, HEAD)), axis=1)
+        scales = (1.0 / tl.sqrt(squares / HEAD + eps))[:, None]
+        values *= tl.reshape(tl.broadcast_to(scales, (BLOCK // HEAD, HEAD)), (BLOCK,))
+    if NORMED:
+        tl.store(normed + row * inner + k, values, mask=inside)
+    values *= unit
+    high = values.to(to.dtype.element_ty)
+    to += PARTS * row * stride + k
+    tl.store(to, high, mask=inside)
+    if PARTS == 2:
+        tl.store(to + stride, ((values - high.to(tl.float32)) * LOW).to(high.dtype), mask=inside)
+
+
+@triton.jit
+def _product(
+    x, weight, after, conv, out, shared, counts, rows, columns, inner, stride, share,
+    BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin()
+    row, part, k = tl.arange(0, ROWS), tl.arange(0, ROWS * PARTS), tl.arange(0, BLOCK)
+    column, start = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * share
+    present, here = row < rows, column < columns
+    matrix = weight + column[:, None].to(tl.int64) * inner
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
-    if tl.program_id(1) == 0:
-        own = (first * BLOCK).to(tl.int64) * inner
-        ask(weight + own, tl.minimum(tl.minimum(count * BLOCK, columns - first * BLOCK) * inner * SIZE, most))
     wait()
-    if PARTS == 1:
-        high, low, squares = _factors(
-            x, gate, norm, row[None, None, :], across, (across < inner) & present[None, None, :], eps, offset, unit,
-            KIND, HEAD, weight.dtype.element_ty,
-        )  # fmt: skip
-    else:
-        high = tl.zeros((CHUNKS, CHUNK, FEW), weight.dtype.element_ty)
-        low = high
-        squares = tl.zeros((FEW,), tl.float32)
-    total, lower = tl.zeros((CHUNKS, BLOCK, FEW), tl.float32), tl.zeros((CHUNKS, BLOCK, FEW), tl.float32)
-    for step in range(count * PARTS):
-        column, part = (first + step // PARTS) * BLOCK + tl.arange(0, BLOCK), step % PARTS * (CHUNKS * CHUNK)
-        here = column < columns
-        tile = weight + column[None, :, None].to(tl.int64) * inner + (part + along)
-        tile = tl.load(tile, mask=here[None, :, None] & (part + along < inner), other=0.0)
-        beside = load_beside(
-            after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
-            BIAS, BASE, RANKS, WHOLE,
-        )  # fmt: skip
-        if PARTS > 1:  # noqa: SIM102 - Triton would bring in inputs ahead but for a branch, and has no room for them
-            if rows > 0:
-                k, inside = part + across, (part + across < inner) & present[None, None, :]
-                high, low, more = _factors(
-                    x, gate, norm, row[None, None, :], k, inside, eps, offset, unit, KIND, HEAD, high.dtype
-                )
-                squares = tl.where(part == 0, 0.0, squares) + more
-        total, lower = tl.where(part == 0, 0.0, total), tl.where(part == 0, 0.0, lower)
-        if tile.dtype == tl.float32:
-            total = tl.dot(tile, high, total, input_precision="tf32x3")
-        else:
-            lower = tl.dot(tile, low, lower)
-            total = tl.dot(tile, high, total)
-        if step % PARTS == PARTS - 1:
-            result = tl.sum(total + lower * (1 / LOW), axis=0)
-            if KIND == NORM:
-                result *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
-            result = finish(result, beside, BIAS, BASE, RANKS)
-            tl.store(out + row[None, :] * columns + column[:, None], result, mask=present[None, :] & here[:, None])
+    beside = load_beside(
+        after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
+        BIAS, BASE, RANKS, WHOLE,
+    )  # fmt: skip
     if WIDTH:
-        channel, end = first * BLOCK + tl.arange(0, CHANNELS), (first + count) * BLOCK
-        past = window(conv, live, channel, end, row, WIDTH)
-        slide(out, conv, live, channel, end, row, columns, past, WIDTH)
-    if NORMED:
-        give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
-
-
-def group(device: torch.device) -> int:
-    """Rows that a program has room for."""
-    return GROUP // 4 if 0 < shared_memory(device) < ROOM else GROUP
-
-
-def chunk(matrix: Tensor) -> int:
-    """What a warp has of the inner dimension at a time."""
-    inner = min(matrix.shape[1], INNER // matrix.element_size())
-    return max(16, next_power_of_2(inner) // CHUNKS)
+        past = window(conv, live, column, columns, row, WIDTH)
+    total = tl.zeros((OUTPUTS, ROWS * PARTS), tl.float32)
+    for first in range(start, tl.minimum(start + share, inner), BLOCK):
+        at = first + k
+        tile = tl.load(matrix + at[None, :], mask=here[:, None] & (at < inner)[None, :], other=0.0)
+        inputs = tl.load(x + part[None, :] * stride + at[:, None], mask=(at < inner)[:, None], other=0.0)
+        total = tl.dot(tile, inputs, total, input_precision="tf32x3")
+    if PARTS == 2:
+        high, low = tl.split(tl.reshape(total, (OUTPUTS, ROWS, 2)))
+        total = high + low * (1 / LOW)
+    last = SHARES == 1
+    if SHARES > 1:
+        cells = shared + tl.program_id(0) * (SHARES * OUTPUTS * ROWS)
+        cells += tl.arange(0, OUTPUTS)[:, None] + row[None, :] * OUTPUTS
+        tl.store(cells + tl.program_id(1) * (OUTPUTS * ROWS), total)
+        tl.debug_barrier()
+        last = tl.atomic_add(counts + tl.program_id(0), 1, sem="acq_rel") == SHARES - 1
+    if last:
+        if SHARES > 1:
+            total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            for one in tl.static_range(SHARES):
+                total += tl.load(cells + one * (OUTPUTS * ROWS), cache_modifier=".cg")
+            tl.store(counts + tl.program_id(0), 0)
+        total = finish(total, beside, BIAS, BASE, RANKS)
+        tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
+        if WIDTH:
+            slide(out, conv, live, column, columns, row, columns, past, WIDTH)
 
 
 def many(
-    weight: Tensor, inputs: tuple[Any, ...], after: tuple[Any, ...], rows: int, scales: tuple[float, float, float],
-    normed: bool, options: dict[str, Any],
+    weight: Tensor, counts: Tensor, inputs: tuple[Any, ...], after: tuple[Any, ...], rows: int,
+    scales: tuple[float, float, float], options: dict[str, Any], normed: bool,
 ) -> None:  # fmt: skip
-    (columns, inner), size, few = weight.shape, weight.element_size(), group(weight.device)
-    piece, groups, total = chunk(weight), cdiv(rows, few), cdiv(columns, BLOCK)
-    blocks = cdiv(total * groups, PROGRAMS)
-    programs = cdiv(total, blocks)
+    """``inputs``: x, gate, norm; ``after``: what stands beside, the convolution, where outputs and normed inputs go;
+    ``counts`` int32 [ceil(out / OUTPUTS)]: zeros, before and after."""
+    (columns, inner), parts = weight.shape, 1 if weight.dtype == torch.float32 else 2
+    few = FEW if rows <= FEW and weight.is_cuda else ROWS  # numpy's products of other widths are other bits
+    beside, conv, out, to = after
+    kind, head, stride = options.pop("KIND"), options.pop("HEAD"), cdiv(inner, 16) * 16
+    options["SEGMENTS"] = few if options["WIDTH"] else 1
+    piece = next_power_of_2(inner)
+    if kind != NORM.value:
+        piece = min(piece, max(PIECE, head) if kind == GATED_NORM.value else PIECE)
+    prepared = torch.empty((few * parts, stride), dtype=weight.dtype, device=weight.device)
     launch(
-        _linear, (programs, groups), *inputs, *after,
-        rows, columns, inner, blocks, AHEAD, *scales,
-        NORMED=next_power_of_2(cdiv(inner, programs)) if normed else 0,
-        FEW=few, CHANNELS=next_power_of_2(blocks * BLOCK), BLOCK=BLOCK, CHUNKS=CHUNKS, CHUNK=piece,
-        SIZE=size, PARTS=cdiv(inner, piece * CHUNKS), num_warps=CHUNKS,
-        num_stages=STAGES if size == 2 and few == GROUP else 1, **options,
+        _prepare, (rows, cdiv(inner, piece)), *inputs, prepared, to, inner, stride, *scales,
+        KIND=kind, HEAD=head, NORMED=normed, PARTS=parts, BLOCK=piece, num_warps=max(1, min(16, piece // 256)),
+    )  # fmt: skip
+    block, blocks = BYTES // weight.element_size(), cdiv(columns, OUTPUTS)
+    shares = max(1, min(SHARES, next_power_of_2(cdiv(PROGRAMS, blocks)), next_power_of_2(inner // block)))
+    share = cdiv(cdiv(inner, block), shares) * block
+    shared = torch.empty((blocks, shares, few, OUTPUTS) if shares > 1 else 1, device=weight.device)
+    launch(
+        _product, (blocks, shares), prepared, weight, beside, conv, out, shared, counts,
+        rows, columns, inner, stride, share,
+        PARTS=parts, SHARES=shares, ROWS=few, OUTPUTS=OUTPUTS, BLOCK=block, num_warps=4, num_stages=STAGES,
+        **options,
     )  # fmt: skip

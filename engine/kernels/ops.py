@@ -17,7 +17,6 @@ from engine.kernels import (
     attention,
     chunked_delta,
     linear,
-    linear_many,
     mxfp4,
     pointwise,
     prefill_conv,
@@ -65,9 +64,9 @@ def add_to(experts: DeviceExperts, base: Tensor, x: Tensor, ids: Tensor, weights
 class DeviceOps(Products):
     """Implements ``engine.layers.ops.Ops`` for tensors on ``device``; shapes and meanings are documented there.
 
-    A row's result does not depend on the other rows of a call of 1 to 4, or of 5 to 16; among those, linear layers make
-    float32 sums in another order. Of more rows they are matrix products in the weight's precision, whose results differ
-    from those in the last bits that this precision has.
+    A row's result does not depend on the other rows of a call of 2 to 16; alone, linear layers make float32 sums in
+    another order. Of more rows they are matrix products in the weight's precision, whose results differ from those in
+    the last bits that this precision has.
     """
 
     def __init__(self, experts: DeviceExperts, device: torch.device, attention: Chosen | None = None) -> None:
@@ -146,7 +145,7 @@ class DeviceOps(Products):
     def norm_linear_conv(
         self, x: Tensor, norm: Norm, weight: DeviceWeight, conv: Tensor, state: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        if x.shape[0] > linear_many.group(x.device) or batch.snapshots.shape[0]:
+        if x.shape[0] > linear.ROWS or batch.snapshots.shape[0]:
             return super().norm_linear_conv(x, norm, weight, conv, state, batch)
         through = linear.Conv(conv, state, batch, x.new_empty(x.shape[0], conv.shape[0]))
         out = linear.linear(x, weight, kind=around.NORM, norm=norm, conv=through)

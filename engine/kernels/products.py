@@ -140,6 +140,8 @@ class Products(Composed):
         self: Ops, base: Tensor, x: Tensor, routing: Routing, experts: Any,
         gate_up: Tensor, gate: Tensor, down: DeviceWeight,
     ) -> Tensor:  # fmt: skip
+        if x.shape[0] <= ROWS:
+            return Composed.add_shared_experts(self, base, x, routing, experts, gate_up, gate, down)
         halves = gate_up.chunk(2, dim=1)
         base = multiply(prepare(halves[1], down, gate=halves[0], share=gate), down, base=base)
         return self.add_experts(base, x, *self.route(routing.logits, routing.k, routing.renormalize), experts)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.api import PAGE
 from engine.kernels import attention
-from engine.kernels.linear import MOST
 from engine.kernels.ops import DeviceOps
 from engine.layers.ops import CPU, Batch, Ops
 from engine.layers.reference import ReferenceOps
@@ -107,12 +106,10 @@ def test_inputs_as_float16_lose_no_more_than_as_bfloat16(size: float) -> None:
 def test_a_row_of_linear_is_the_same_in_any_company() -> None:
     draw = Draws(0)
     packed, x = DEVICE.pack(draw(70, 700)), draw(16, 700)
-    many, few = DEVICE.linear(x, packed), DEVICE.linear(x[:MOST], packed)
-    for rows in (slice(0, MOST + 1), slice(3, 9), slice(11, 16)):
+    many = DEVICE.linear(x, packed)
+    for rows in (slice(0, 2), slice(3, 9), slice(5, 16)):
         assert torch.equal(DEVICE.linear(x[rows], packed), many[rows])
-    for rows in (slice(0, 1), slice(1, 3), slice(1, 4)):
-        assert torch.equal(DEVICE.linear(x[rows], packed), few[rows])
-    torch.testing.assert_close(few, many[:MOST])  # another order
+    torch.testing.assert_close(DEVICE.linear(x[:1], packed), many[:1])  # another order
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
