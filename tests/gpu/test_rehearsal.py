@@ -43,4 +43,4 @@ def test_serving_asks_for_no_kernel_that_was_not_rehearsed(
 ) -> None:
     """And a rehearsal leaves experts as they were, after copies of single ones."""
     known, late, untouched = dry(tmp_path, "serve", mode, str(live), str(ranks), str(steps))
-    assert {"_linear", "_attend", "_move", "_look"} < set(known) and late == [] and untouched
+    assert {"_product", "_attend", "_move", "_look"} < set(known) and late == [] and untouched
