@@ -23,6 +23,7 @@ from engine.experts.split import Split
 from engine.experts.waves import TAIL, Fetches, Waves, share_of
 from engine.kernels import experts as kernels
 from engine.kernels import grouped, pairs, waves
+from engine.kernels.mailbox import add_answer
 from engine.kernels.pairs import Ordered
 
 CHUNK = 8192
@@ -142,7 +143,7 @@ class Prefill:
             self._bring_ahead(counts, layer + 1, self._ahead_of(rows))
         if takes:
             self._driver.wait64(self._side.current(), self._mailbox + box.done, 1)
-            waves.add_answer(y, self.waves, self._mailbox + box.y)
+            add_answer(y, self.waves.asked, self._mailbox, box)
         if layer in (_PROBED - 1, _PROBED):
             self._probe.mark("end" if layer < _PROBED else "over")
         if layer == self._pool.layers - 1:

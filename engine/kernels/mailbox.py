@@ -107,7 +107,7 @@ def _add_answer(y, answer, counts, size, BLOCK: tl.constexpr):
 
 
 def add_answer(y: Tensor, counts: Tensor, mailbox: int, layout: Mailbox) -> None:
-    """y [rows, hidden] += what the CPU computed, if ``counts`` of the decision say that it was asked; right after a
+    """y [rows, hidden] += what the CPU computed, if the second of ``counts`` says that it was asked; right after a
     memory operation that waited for it. ``mailbox``: its address for the device."""
     launch(
         _add_answer, (cdiv(y.numel(), BLOCK),),

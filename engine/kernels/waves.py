@@ -315,22 +315,6 @@ def move(slots: Tensor, waves: Waves) -> None:
     )  # fmt: skip
 
 
-@triton.jit
-def _add_answer(y, mailbox_y, asked, size, BLOCK: tl.constexpr):
-    if tl.load(asked + 1) > 0:
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        source = tl.multiple_of(mailbox_y.to(tl.pointer_type(tl.float32)), 16)
-        # Not from a cache: the CPU writes the same place for every layer.
-        answer = tl.load(source + at, mask=at < size, other=0.0, cache_modifier=".cv")
-        tl.store(y + at, tl.load(y + at, mask=at < size, other=0.0) + answer, mask=at < size)
-
-
-def add_answer(y: Tensor, waves: Waves, mailbox_y: int) -> None:
-    """y [rows, hidden] += what the CPU computed, at the address ``mailbox_y``, if it was asked."""
-    blocks = cdiv(y.numel(), SUMS)
-    launch(_add_answer, (blocks,), y, mailbox_y, waves.asked, y.numel(), BLOCK=SUMS, num_warps=4, early=False)
-
-
 @triton.jit(do_not_specialize=["size"])
 def _left(ids, on_cpu, plan, size, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

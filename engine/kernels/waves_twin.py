@@ -19,12 +19,6 @@ def move(slots: Tensor, waves: Waves) -> None:
         slots[target] = slots[source]
 
 
-def add_answer(y: Tensor, waves: Waves, answer: Tensor) -> None:
-    """``answer``: as y."""
-    if int(waves.asked[1]):
-        y += answer
-
-
 def left(ids: Tensor, waves: Waves) -> Tensor:
     chosen = waves.on_cpu[ids.clamp(min=0).long()].bool() & (ids >= 0)
     return torch.stack((torch.where(chosen, ids, -1), torch.zeros_like(ids)), dim=2)

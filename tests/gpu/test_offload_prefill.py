@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_support import add_answer, resolve
+from device_support import add_answer, arrive, resolve
 from torch import Tensor
 
 from engine.device.fake import FakeDriver
@@ -33,17 +33,14 @@ MOST = 400
 """Rows that the CPU takes part in."""
 
 
-def twins(pool: Pool, executor: Executor) -> dict[str, SimpleNamespace]:
+def twins(pool: Pool) -> dict[str, SimpleNamespace]:
     """Stand-ins for the modules of kernels that prefill uses."""
-    box = executor.layout
-    answer = executor.mailbox[box.y : box.y + 4 * box.rows * box.hidden].view(torch.float32).view(box.rows, -1)
 
     def fetch(_address: int, _stride: int, slots: Tensor, fetches: waves.Fetches, nbytes: int, _stream: object) -> None:
         waves_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, fetches, nbytes)
 
     decisions = SimpleNamespace(
         divide=waves.divide, take=waves.take, keep=waves.keep, fetch=fetch, move=waves_twin.move, left=waves_twin.left,
-        add_answer=lambda y, state, _: waves_twin.add_answer(y, state, answer[: y.shape[0]]),
     )  # fmt: skip
     return {
         "waves": decisions,
@@ -63,8 +60,9 @@ def decode_twins(pool: Pool) -> SimpleNamespace:
         experts_twin.fetch(pool.tensor[: pool.nbytes].view(len(pool), -1), slots, decision, part_bytes)
 
     return SimpleNamespace(
-        fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down, combine=experts_twin.combine
-    )
+        fetch=fetch, gate_up=experts_twin.gate_up, down=experts_twin.down, combine=experts_twin.combine,
+        arrive=arrive,
+    )  # fmt: skip
 
 
 class Case:
@@ -83,12 +81,13 @@ class Case:
         self.offloaded.start()
         self.costs()
         if patch is not None:
-            for name, module in twins(self.pool, self.executor).items():
+            for name, module in twins(self.pool).items():
                 patch.setattr(prefill, name, module)
             patch.setattr(copies, "kernels", waves)
             patch.setattr(offload, "kernels", decode_twins(self.pool))
             patch.setattr(offload, "resolve", resolve)
             patch.setattr(offload, "add_answer", add_answer)
+            patch.setattr(prefill, "add_answer", add_answer)
             patch.setattr(prefill, "CHUNK", 300)
         self.plain = [self._plain(layer) for layer in range(LAYERS)]
 
