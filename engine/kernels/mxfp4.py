@@ -293,9 +293,8 @@ def _finish(
     column, inside = piece * 16 + tl.arange(0, 16), k < inner
     tile = tl.load(matrix + column[:, None] * inner + k[None, :], mask=inside[None, :], other=0.0)
     wait()
-    if not WHOLE:  # noqa: SIM102 - a condition of Triton's and one of the device's
-        if (piece + row == 0) & (tl.load(counts + 1) > 0):
-            tl.store(to_arrived.to(tl.pointer_type(tl.int64)), 1)
+    if not WHOLE:
+        asked = tl.load(counts + 1)
     gates = tl.load(gate + row * gate_row + k, mask=inside, other=0.0)
     values = tl.load(up + row * gate_row + k, mask=inside, other=0.0) * gates * sigmoid(gates)
     residual, share = tl.load(base + row * hidden + column), tl.load(scale + row * scale_row)
@@ -315,6 +314,9 @@ def _finish(
     routed = _added(total, WARPS)
     shared = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * unit
     tl.store(out + row * hidden + column, residual + (shared * sigmoid(share) + routed))
+    if not WHOLE:  # noqa: SIM102 - Triton's condition, and the device's
+        if (piece + row == 0) & (asked > 0):
+            tl.store(to_arrived.to(tl.pointer_type(tl.int64)), 1)
 
 
 def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor, whole: bool) -> None:
