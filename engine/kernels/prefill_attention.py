@@ -143,8 +143,10 @@ def _add_up(partial, highest, sums, out, size, parts, head_dim, ROWS: tl.constex
 def attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float, tiling: Tiling | None = None
 ) -> Tensor:  # fmt: skip
-    """As ``Ops.attention``, for any rows of any number of sequences; rows of none are left unwritten."""
-    out, (rows, heads, head_dim) = torch.empty_like(q), q.shape
+    """As ``Ops.attention``, for any rows of any number of sequences; rows of none are left unwritten. Of q of 16
+    bits the result is float16."""
+    whole, (rows, heads, head_dim) = q.dtype == torch.float32, q.shape
+    out = q.new_empty(q.shape, dtype=torch.float32 if whole else torch.float16)
     if not q.numel():
         return out
     kv_heads, (count, width) = k_pages.shape[2], batch.page_table.shape
@@ -155,8 +157,8 @@ def attention(
     parts = max(1, min(PROGRAMS // (numbers * kv_heads), width // LEAST))
     partial = highest = sums = out
     if parts > 1:
-        partial = q.new_empty(parts, rows, heads, head_dim)
-        highest, sums = q.new_empty(2, parts, rows, heads)
+        partial = q.new_empty(parts, rows, heads, head_dim, dtype=torch.float32)
+        highest, sums = partial.new_empty(2, parts, rows, heads)
     launch(
         _attend, (numbers, kv_heads, parts),
         q.to(k_pages.dtype), k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums, out,

@@ -64,9 +64,11 @@ def test_prefill_attention(
                 pages[page, :inside] = draw(inside, kv_heads, head_dim).to(dtype)
     q = draw(71, heads, head_dim)
     tiling = Tiling(128, 32, 4, 1)
-    got = prefill_attention.attention(q, k_pages, v_pages, batch, head_dim**-0.5, tiling)
     want = TWIN.attention(q, k_pages, v_pages, batch, head_dim**-0.5)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
+    for given in {torch.float32, dtype}:
+        got = prefill_attention.attention(q.to(given), k_pages, v_pages, batch, head_dim**-0.5, tiling)
+        assert got.dtype == given
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(1, torch.float32), (4, torch.float16)])
