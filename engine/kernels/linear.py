@@ -29,9 +29,9 @@ from engine.kernels.recurrent import sequences, slide, window
 from engine.layers.ops import Batch, Norm
 
 ROWS = 16
-MOST, OUTPUTS, WIDEST, SHARE = 1, 8, 8192, 512
-"""Of few rows: how many those are; outputs of a program; inputs at the most; and how many of these a warp has. Reads of
-many small programs keep memory busier than those of few that go on."""
+OUTPUTS, WIDEST, SHARE = 8, 8192, 512
+"""Of one row: outputs of a program; inputs at the most; and how many of these a warp has. Reads of many small programs
+keep memory busier than those of few that go on."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
 UNIT = 8
@@ -138,8 +138,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Conv:
-    """``Ops.conv`` of the layer's first outputs, of at most ``group`` rows and without snapshots. ``out``
-    [rows, channels]: where to."""
+    """``Ops.conv`` of the layer's first outputs, without snapshots. ``out`` [rows, channels]: where to."""
 
     weight: Tensor
     state: Tensor
@@ -181,7 +180,7 @@ def linear(
         "KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2], "BIAS": bias is not None,
         "BASE": base is not None, **_with(shared), **_through(conv, rows),
     }  # fmt: skip
-    if rows <= MOST and inner <= WIDEST:
+    if rows == 1 and inner <= WIDEST:
         width = max(256, next_power_of_2(inner))
         warps = max(1, width // SHARE)
         block = OUTPUTS * 2 // size
