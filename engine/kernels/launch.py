@@ -4,9 +4,10 @@ Programmatic dependent launch, of GPUs of compute capability 9.0 and above: a ke
 bring in what no kernel writes (weights), while the kernel before still runs. Between kernels of 2 us each that counts
 for as much as the work itself. The order of reads and writes stays as without it, by these rules:
 
-* a kernel for ``launch`` calls ``begin`` first, and ``wait`` before it touches anything but weights and what a batch
-  says (segments, positions, pages), which no kernel writes, in all its programs: it cannot end before those ahead of it
-  have, so that one ``wait`` waits for all of them. What it only asks for ahead may be anything;
+* a kernel for ``launch`` calls ``begin`` first, or where the next one would no longer be in its way, and ``wait``
+  before it touches anything but weights and what a batch says (segments, positions, pages), which no kernel writes, in
+  all its programs: it cannot end before those ahead of it have, so that one ``wait`` waits for all of them. What it
+  only asks for ahead may be anything;
 * what is not a kernel (copies, memory operations of the stream) and kernels of others order themselves; only a kernel
   right after a memory operation says ``early=False``.
 """

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.around import GATED_NORM, NORM, finish, load_beside, load_factor, load_inputs
-from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
+from engine.kernels.launch import LINE, begin, cdiv, launch, next_power_of_2, prefetch, wait
 from engine.kernels.recurrent import sequences, slide, window
 
 ROWS, FEW = 16, 8
@@ -28,6 +28,8 @@ PIECE = 1024
 """Inputs of a program of the first kernel, but of NORM, where it has a whole row."""
 OUTPUTS, BYTES, STAGES = 64, 128, 6
 """Outputs of a program, and how many bytes of an output's weights are a block; blocks on their way and at work."""
+AHEAD = 512
+"""Bytes of an output's weights that a program asks for before it waits."""
 PROGRAMS, SHARES = 128, 4
 """As many as a large GPU has processors: with fewer, up to so many share the inner dimension."""
 
@@ -64,15 +66,16 @@ def _product(
     x, weight, after, conv, out, shared, counts, rows, columns, inner, stride, share,
     BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr,
     SEGMENTS: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LINES: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    begin()
     row, part, k = tl.arange(0, ROWS), tl.arange(0, ROWS * PARTS), tl.arange(0, BLOCK)
     column, start = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * share
     present, here = row < rows, column < columns
     matrix = weight + column[:, None].to(tl.int64) * inner
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
+    near = tl.minimum(start + tl.arange(0, LINES) * NEXT, inner - 1)[None, :]
+    prefetch(weight + tl.minimum(column, columns - 1)[:, None].to(tl.int64) * inner + near)
     wait()
     beside = load_beside(
         after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
@@ -86,6 +89,7 @@ def _product(
         tile = tl.load(matrix + at[None, :], mask=here[:, None] & (at < inner)[None, :], other=0.0)
         inputs = tl.load(x + part[None, :] * stride + at[:, None], mask=(at < inner)[:, None], other=0.0)
         total = tl.dot(tile, inputs, total, input_precision="tf32x3")
+    begin()  # earlier, programs of the next product would be where there is room, not one beside the other
     if PARTS == 2:
         high, low = tl.split(tl.reshape(total, (OUTPUTS, ROWS, 2)))
         total = high + low * (1 / LOW)
@@ -134,6 +138,6 @@ def many(
     launch(
         _product, (blocks, shares), prepared, weight, beside, conv, out, shared, counts,
         rows, columns, inner, stride, share,
-        PARTS=parts, SHARES=shares, ROWS=few, OUTPUTS=OUTPUTS, BLOCK=block, num_warps=4, num_stages=STAGES,
-        **options,
+        PARTS=parts, SHARES=shares, ROWS=few, OUTPUTS=OUTPUTS, BLOCK=block, LINES=AHEAD // LINE,
+        NEXT=LINE // weight.element_size(), num_warps=4, num_stages=STAGES, **options,
     )  # fmt: skip

