@@ -201,20 +201,27 @@ void Executor::make_tasks(std::int64_t rows) {
   }
 }
 
-// Integers of every row, and of tiles, whose rows lie side by side in the same lines: no two threads make one.
+// Integers of rows that are alone with an expert, and of tiles, whose rows lie side by side in the same lines: no two
+// threads write to one.
 void Executor::make_gathers(std::int64_t rows) {
   gathers_.clear();
-  for (std::int64_t row = 0; row < rows && products_ != nullptr; ++row) gathers_.push_back({&single_, row, 1});
+  const auto alone = [&](const Place& place) { return place.size == 1; };
+  for (std::int64_t row = 0; row < rows && products_ != nullptr; ++row) {
+    const Place* const places = &places_[row * spec_.ranks];
+    if (std::any_of(places, places + spec_.ranks, alone)) gathers_.push_back({&single_, row, 1});
+  }
   for (const Group& group : groups_) {
     for (std::int64_t tile = 0; tile < group.tiling.count; ++tile) {
       const int size = group.tiling.size(tile);
       if (size > 1) gathers_.push_back({&gathered_, group.entry + group.tiling.begin(tile), size});
     }
   }
-  const std::int64_t count = static_cast<std::int64_t>(gathers_.size()), blocks = spec_.hidden / kBlock;
-  if (count > 0) {
-    const std::int64_t pieces = std::min(ceil_div(blocks, kGatheredBlocks), ceil_div(threads_.size(), count));
-    for (std::int64_t of = 0; of < count; ++of) add_tasks(Kind::gather, of, 0, blocks, pieces);
+  const std::int64_t blocks = spec_.hidden / kBlock;
+  std::int64_t all = 0;
+  for (const Gather& gather : gathers_) all += gather.size * blocks;
+  const std::int64_t most = std::max(kGatheredBlocks, all / (kTasksPerThread * threads_.size()));
+  for (std::size_t of = 0; of < gathers_.size(); ++of) {
+    add_tasks(Kind::gather, of, 0, blocks, std::min(blocks, ceil_div(gathers_[of].size * blocks, most)));
   }
   gathers_left_.tasks.store(task_count_, std::memory_order_relaxed);
 }
