@@ -219,7 +219,7 @@ class Bench:
             experts.learn()
         steps.wait(len(parts)).tolist()
         if experts is not None:
-            experts.after_step()
+            experts.after_step(graph=True)
         return time.perf_counter() - start
 
     def _kernels(self, steps: DecodeSteps) -> None:

@@ -125,6 +125,7 @@ class Graphs:
     def ended(self) -> None:
         """A step has."""
         begin, end = self._events
+        end.synchronize()
         self.seconds.append(begin.elapsed_time(end) / 1e3)
 
 

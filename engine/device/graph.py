@@ -101,6 +101,7 @@ class DecodeSteps:
         self._pages, self._device = pages, device
         self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
         self._steps: dict[int, Step] = {}
+        self._ended = torch.Event(device) if device.type == "cuda" else None
         self._memory: Any = None
         """Of the graphs: one at a time runs, so that they share it."""
 
@@ -116,7 +117,7 @@ class DecodeSteps:
         if step.graphs is None:
             self._run(step)
         else:
-            step.graphs[0].replay()
+            self._replay(step.graphs[0])
         return step
 
     @torch.inference_mode()
@@ -131,12 +132,18 @@ class DecodeSteps:
         if step.graphs is None:
             step.out = self._finish(step.logits, step.inputs.temperatures)
         else:
-            step.graphs[1].replay()
+            self._replay(step.graphs[1])
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+        if self._ended is not None:
+            self._ended.record()
 
     def wait(self, rows: int) -> Tensor:
-        """The result of the step of so many sequences that was launched last."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """The result of the step of so many sequences that was launched last. What else was given to the device since
+        is not waited for."""
+        if self._ended is not None:
+            self._ended.synchronize()
         return self._steps[rows].out
 
     @torch.inference_mode()

@@ -84,7 +84,7 @@ class DeviceRunner(Runner):
                 reduced, masks, logits = self._at_once(parts, wait)
         finally:
             if self._experts is not None:
-                self._experts.after_step()
+                self._experts.after_step(graph=decodes)
         self._learns = decodes
         temperatures = [part.temperature for part in parts if part.logits]
         masked = [mask is not None for mask in masks]
@@ -174,6 +174,8 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def _at_once(self, parts: Sequence[Rows], wait: Wait) -> _Scored:
         """As ``_replay``."""
+        if self._experts is not None:
+            self._experts.prefill.settle()
         logits = self.forward(parts, wait)
         wanted = [part for part in parts if part.logits]
         masks = in_time([part.mask for part in wanted], self._marked(), alone=len(parts) == 1)

@@ -152,9 +152,11 @@ class OffloadedExperts:
         self._work.copy_(self.residency.work, non_blocking=True)
         self._routed.copy_(self.residency.routed, non_blocking=True)
 
-    def after_step(self) -> None:
-        """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void."""
-        self.prefill.settle()
+    def after_step(self, *, graph: bool = False) -> None:
+        """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void. A
+        ``graph`` has brought nothing ahead; a step at once after one begins with ``prefill.settle``."""
+        if not graph:
+            self.prefill.settle()
         self._watchdog.check()
         if not self.prefill.learn():
             times, work, routed = self._learnt_from
@@ -177,7 +179,7 @@ class OffloadedExperts:
     def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         """base + ``run``, maybe in its memory."""
         if x.shape[0] <= self._most or not self.prefill.possible:
-            return base + self.run(x, ids, weights, layer)
+            return base + self.run(x.float(), ids, weights, layer)
         return self.prefill.run(x, ids, weights, layer, base)
 
     def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums | None:
@@ -246,7 +248,7 @@ class OffloadedExperts:
             torch.cuda.synchronize(self._device)
 
     def _share(self) -> None:
-        """In the order of the stream. The last copy was made before a step that has ended."""
+        """In the order of the stream. Should the last copy be still to come, it brings these: all are as right."""
         self._shares.copy_(torch.from_numpy(self._split.now))
         self.residency.share.copy_(self._shares, non_blocking=True)
 

@@ -32,6 +32,7 @@ from engine.endpoint import Endpoint, Incoming
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.pool import Pool
+from engine.experts.prefill import Prefill
 from engine.models.fields import read_config
 from engine.models.registry import find_architecture
 from engine.weights.errors import BadConfig
@@ -239,7 +240,7 @@ def test_what_was_drawn_goes_out_while_the_next_is_computed(
 ) -> None:
     """And is not lost if the worker is to stop before. The CPU's threads are awake by then."""
     made, order = Bench(model("qwen3_moe"), **offloading(model)), list[str]()
-    for of, name in ((Executor, "rouse"), (DecodeSteps, "launch"), (DecodeSteps, "wait")):
+    for of, name in ((Executor, "rouse"), (DecodeSteps, "launch"), (DecodeSteps, "wait"), (Prefill, "settle")):
         does = getattr(of, name)
         monkeypatch.setattr(of, name, lambda *at, does=does, name=name: (order.append(name), does(*at))[1])
     endpoint = Outbox(Request("r0", tuple(prompt(1, 4)), GREEDY))
@@ -252,6 +253,7 @@ def test_what_was_drawn_goes_out_while_the_next_is_computed(
 
     monkeypatch.setattr(endpoint, "send", send)
     assert Worker(made.scheduler, cast(Endpoint, endpoint)).run() == 0
+    assert order[:4] == ["rouse", "send", "settle", "settle"]  # the prompt
     assert order[-9:] == [*("rouse", "launch", "send", "wait") * 2, "send"]
     assert sum(isinstance(reply, Tokens) for reply in endpoint.sent) == 4
     made.scheduler.close(1.0)
