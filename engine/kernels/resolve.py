@@ -42,13 +42,12 @@ def _chosen(
     """Pairs, with room for K of each of ROWS: where they are, whether they are, expert and weight."""
     COPIES: tl.constexpr = 1 if ROWS >= WARPS else WARPS // ROWS  # each warp has rows of its own
     row = tl.minimum(tl.arange(0, COPIES * ROWS) % ROWS, rows - 1)
-    expert, weight = choose(logits, row, logits_row, experts, k, RENORMALIZE, EXPERTS, K)
-    if COPIES > 1:
-        first = tl.arange(0, COPIES)[:, None] == 0
-        expert = tl.sum(tl.where(first, tl.reshape(expert, (COPIES, ROWS * K)), 0), axis=0)
-        weight = tl.sum(tl.where(first, tl.reshape(weight, (COPIES, ROWS * K)), 0.0), axis=0)
-    else:
-        expert, weight = tl.reshape(expert, (ROWS * K,)), tl.reshape(weight, (ROWS * K,))
+    expert, weight = choose(logits, row, logits_row, experts, k, RENORMALIZE, EXPERTS)
+    lead = (tl.arange(0, COPIES * ROWS)[:, None, None] < ROWS) & (tl.arange(0, 32)[None, None, :] < K)
+    expert, weight = tl.where(lead, expert, 0), tl.where(lead, weight, 0.0)
+    expert = tl.sum(tl.sum(tl.reshape(expert, (COPIES, ROWS, 32 // K, K)), axis=2), axis=0)
+    weight = tl.sum(tl.sum(tl.reshape(weight, (COPIES, ROWS, 32 // K, K)), axis=2), axis=0)
+    expert, weight = tl.reshape(expert, (ROWS * K,)), tl.reshape(weight, (ROWS * K,))
     pair = tl.arange(0, ROWS * K)
     here = (pair // K < rows) & (pair % K < k)
     pair = pair // K * k + pair % K
@@ -70,6 +69,14 @@ def _resolve(
     begin()
     place = tl.arange(0, WINDOW)
     wait()
+    start, usable = tl.load(hand), tl.load(limit)
+    step = tl.load(clock) + tl.where(layer == 0, 1, 0)
+    now = step * tl.load(pace) + layer * tl.load(pace + 1)
+    of_link = tl.load(share + layer)
+    counted = tl.load(counters + tl.arange(0, 4))
+    slot = start + place
+    slot = tl.where(slot >= usable, slot - usable, slot)
+    holds = tl.load(owner + slot, mask=place < usable, other=-1)
     if K:
         pair, here, expert, rank_weights = _chosen(
             logits, weights, logits_row, rows, experts, ranks, ROWS, K, EXPERTS, RENORMALIZE, WARPS
@@ -80,19 +87,11 @@ def _resolve(
         expert = tl.load(ids + pair, mask=here, other=-1)
         if GIVES:
             rank_weights = tl.load(weights + pair, mask=here)
-    start, usable = tl.load(hand), tl.load(limit)
-    step = tl.load(clock) + tl.where(layer == 0, 1, 0)
-    now = step * tl.load(pace) + layer * tl.load(pace + 1)
-    of_link = tl.load(share + layer)
-    counted = tl.load(counters + tl.arange(0, 4))
     valid = expert >= 0
     flat = layer * experts + expert
     found = tl.load(slot_of + flat, mask=valid, other=-1)
     short = tl.load(lacks + flat, mask=valid, other=0)
     before = tl.load(value + flat, mask=valid, other=0)
-    slot = start + place
-    slot = tl.where(slot >= usable, slot - usable, slot)
-    holds = tl.load(owner + slot, mask=place < usable, other=-1)
     ahead = now - before
     distance = tl.minimum(tl.maximum(ahead, -SPAN), SPAN)
     added = tl.load(bump + tl.minimum(tl.abs(distance) >> SHIFT, ENTRIES - 1))
@@ -200,7 +199,7 @@ def resolve(
         given = (logits, logits, logits.stride(0), logits.shape[0], ranks)
         options = {
             "ROWS": next_power_of_2(logits.shape[0]), "K": next_power_of_2(ranks),
-            "EXPERTS": next_power_of_2(logits.shape[1]), "RENORMALIZE": chosen.renormalize,
+            "EXPERTS": next_power_of_2(max(32, logits.shape[1])), "RENORMALIZE": chosen.renormalize,
         }  # fmt: skip
     asked: tuple[object, ...] = (state.owner, state.owner, 0, 0, 0, 0, 0, 0, 0)
     if request is not None:
