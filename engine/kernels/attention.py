@@ -284,10 +284,11 @@ def _qk_norm_rope(
 
 def qk_norm_rope(
     q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
-    k_pages: Tensor, v_pages: Tensor, batch: Batch,
+    k_pages: Tensor, v_pages: Tensor, batch: Batch, given: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """As ``Ops.qk_norm_rope``, in the precision ``given``."""
     (rows, heads, head_dim), kv_heads, (count, width) = q.shape, k.shape[1], batch.page_table.shape
-    out, dim, (q_norm, k_norm) = q.new_empty(q.shape), next_power_of_2(head_dim), norms
+    out, dim, (q_norm, k_norm) = q.new_empty(q.shape, dtype=given), next_power_of_2(head_dim), norms
     if rows:
         launch(
             _qk_norm_rope, (rows, heads + kv_heads),

@@ -38,8 +38,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Tile:
-    """``pairs`` x ``columns`` of a product, ``k`` at a time; an expert's last one may have only ``small`` pairs.
-    ``columns`` counts rows of the blob: of gate_up, half of them are gates."""
+    """``pairs`` x ``columns`` of a product, ``k`` at a time; an expert's last one may have only ``small`` pairs, or
+    ``rest`` more: in a tile of their own, so few would cost as much as many. ``columns`` counts rows of the blob: of
+    gate_up, half of them are gates."""
 
     pairs: int
     small: int
@@ -47,16 +48,17 @@ class Tile:
     k: int
     warps: int
     stages: int
+    rest: int = 0
 
 
 FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
-    "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 4)),
-    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 32, 128, 64, 8, 3), Tile(128, 32, 128, 64, 4, 3)),
-    "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3)),
+    "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 3, 64)),
+    "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 32, 128, 64, 8, 3), Tile(128, 32, 128, 64, 4, 3, 32)),
+    "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3, 32)),
 }
-"""The largest tile takes 192 KB of shared memory, and those of few pairs less than 100."""
+"""The largest tile takes 172 KB of shared memory, and those of few pairs less than 100."""
 ARRANGED = 2048
 """Numbers that one program puts in order."""
 
@@ -78,13 +80,13 @@ def _small(kind: int, half: tl.dtype) -> int:
 
 @triton.jit
 def _expert_of(start, number, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Whose tile this is, and where in the order it begins and that expert's pairs end."""
+    """Whose tile this is, where in the order that expert's pairs begin, and this tile, and where those pairs end."""
     expert = tl.arange(0, EXPERTS)
     begins = tl.load(start + expert, mask=expert < experts, other=0)
     before = (expert < experts) & (begins // PAIRS + expert <= number)
     mine = tl.sum(before.to(tl.int32)) - 1
     begin, end = tl.load(start + mine), tl.load(start + mine + 1)
-    return mine, begin + (number - (begin // PAIRS + mine)) * PAIRS, end
+    return mine, begin, begin + (number - (begin // PAIRS + mine)) * PAIRS, end
 
 
 @triton.jit
@@ -246,36 +248,33 @@ def _store_down(total, out, order, pair, end, hidden, PAIRS: tl.constexpr, COLUM
 
 
 @triton.jit
-def _tile(
-    x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    DOWN: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
-    half: tl.constexpr = x.dtype.element_ty
-    pair = first + tl.arange(0, PAIRS)
-    here = tl.minimum(pair, end - 1)  # what a tile has beyond the last pair or panel is the last one again, not stored
-    if DOWN:
-        rows, wide, panels = here, inner, hidden // 32
+def _inputs(x, order, pair, end, ranks, wide, K: tl.constexpr, DOWN: tl.constexpr):
+    """Where the inputs of pairs begin; beyond the last pair that is the last one again, whose result is not stored."""
+    rows = tl.minimum(pair, end - 1)
+    if not DOWN:
+        rows = tl.load(order + rows) // ranks
+    return x + (rows.to(tl.int64)[:, None] * wide + tl.arange(0, K)[None, :])
+
+
+@triton.jit
+def _add(weights, inputs, total, KIND: tl.constexpr):
+    if KIND == 0:
+        total = tl.dot(inputs, weights, total, input_precision="ieee")
     else:
-        rows, wide, panels = tl.load(order + here) // ranks, hidden, inner // 16
-    from_x = x + (rows.to(tl.int64)[:, None] * wide + tl.arange(0, K)[None, :])
-    panel = tl.arange(0, COLUMNS) // 32 if KIND == 0 else tl.arange(0, COLUMNS // 32)
-    panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + panel, panels - 1)
-    total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
-    tl.assume(wide >= 32)  # else the assembler lets products wait for each other, for the sake of sums of nothing
-    for group in range(0, wide // 32, K // 32):
-        # No tile of k is in two parts.
-        words = _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS, DOWN)
-        part = tl.load(from_x + group * 32)
-        if KIND == 0:
-            total = tl.dot(part, _bf16(words, K, half), total, input_precision="ieee")
-        else:
-            total = tl.dot(_coded(words, KIND, K, half), tl.trans(part), total, input_precision="ieee")
-            if half != tl.float32:
-                # Else the next weights take registers that products still read: Triton 3.6 does not wait for them (its
-                # issue 9433) unless their sum is used. This use takes no instruction.
-                total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
-    total = _columns(total * (unit(half) * _small(KIND, half)), KIND, PAIRS, COLUMNS)
+        total = tl.dot(weights, tl.trans(inputs), total, input_precision="ieee")
+        if weights.dtype != tl.float32:
+            # Else the next weights take registers that products still read: Triton 3.6 does not wait for them (its
+            # issue 9433) unless their sum is used. This use takes no instruction.
+            total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    return total
+
+
+@triton.jit
+def _store(
+    total, out, order, pair, end, hidden, inner, factor,
+    DOWN: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    total = _columns(total * factor, KIND, PAIRS, COLUMNS)
     if DOWN:
         _store_down(total, out, order, pair, end, hidden, PAIRS, COLUMNS)
     else:
@@ -283,37 +282,76 @@ def _tile(
 
 
 @triton.jit
+def _tile(
+    x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+    DOWN: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    COLUMNS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = x.dtype.element_ty
+    wide, panels = (inner, hidden // 32) if DOWN else (hidden, inner // 16)
+    pair = first + tl.arange(0, PAIRS)
+    from_x = _inputs(x, order, pair, end, ranks, wide, K, DOWN)
+    total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
+    if REST:
+        beyond = first + PAIRS + tl.arange(0, REST)
+        from_beyond = _inputs(x, order, beyond, end, ranks, wide, K, DOWN)
+        rest = tl.zeros((REST, COLUMNS) if KIND == 0 else (COLUMNS, REST), tl.float32)
+    panel = tl.arange(0, COLUMNS) // 32 if KIND == 0 else tl.arange(0, COLUMNS // 32)
+    panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + panel, panels - 1)  # the last one again, not stored
+    tl.assume(wide >= 32)  # else the assembler lets products wait for each other, for the sake of sums of nothing
+    for group in range(0, wide // 32, K // 32):
+        # No tile of k is in two parts.
+        words = _words(blob, group, panel, hidden, b1, b2, b3, b4, o0, o1, o2, o3, WORDS, DOWN)
+        inputs = tl.load(from_x + group * 32)
+        if REST:
+            more = tl.load(from_beyond + group * 32)
+        weights = _bf16(words, K, half) if KIND == 0 else _coded(words, KIND, K, half)
+        total = _add(weights, inputs, total, KIND)
+        if REST:
+            rest = _add(weights, more, rest, KIND)
+    factor = unit(half) * _small(KIND, half)
+    _store(total, out, order, pair, end, hidden, inner, factor, DOWN, KIND, PAIRS, COLUMNS)
+    if REST:
+        _store(rest, out, order, beyond, end, hidden, inner, factor, DOWN, KIND, REST, COLUMNS)
+
+
+@triton.jit
 def _product(
     x, slots, order, start, slot_of, out, stride_words, experts, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
     DOWN: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
-    SMALL: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    SMALL: tl.constexpr, REST: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    expert, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
-    slot = tl.load(slot_of + expert)
-    if (first < end) & (slot >= 0):
+    expert, begin, first, end = _expert_of(start, tl.program_id(1), experts, PAIRS, EXPERTS)
+    slot, left = tl.load(slot_of + expert), end - first
+    if (left > tl.where(first > begin, REST, 0)) & (slot >= 0):  # else the tile before has them
         blob = slots + slot.to(tl.int64) * stride_words
-        if SMALL < PAIRS and end - first <= SMALL:
+        if SMALL < PAIRS and left <= SMALL:
             _tile(
                 x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-                DOWN, KIND, WORDS, SMALL, COLUMNS, K,
+                DOWN, KIND, WORDS, SMALL, 0, COLUMNS, K,
+            )  # fmt: skip
+        elif REST > 0 and (left > PAIRS and left <= PAIRS + REST):
+            _tile(
+                x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
+                DOWN, KIND, WORDS, PAIRS, REST, COLUMNS, K,
             )  # fmt: skip
         else:
             _tile(
                 x, blob, order, out, first, end, ranks, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-                DOWN, KIND, WORDS, PAIRS, COLUMNS, K,
+                DOWN, KIND, WORDS, PAIRS, 0, COLUMNS, K,
             )  # fmt: skip
 
 
 @triton.jit
 def _arrange(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k, source = at % 32, at
-    if KIND == 1:  # of k the bits h u t t e, from h t t e u
-        source = at - k + (k // 16 * 16 + k // 2 % 4 * 4 + k % 2 * 2 + k // 8 % 2)
-    elif KIND == 2:  # s z t t e, from t t z e s
-        source = at - k + (k // 2 % 4 * 8 + k // 8 % 2 * 4 + k % 2 * 2 + k // 16)
     kind: tl.constexpr = out.dtype.element_ty
-    tl.store(out + at, (tl.load(x + source, mask=at < size) * (1 / unit(kind))).to(kind), mask=at < size)
+    values = (tl.load(x + at, mask=at < size).to(tl.float32) * (1 / unit(kind))).to(kind)
+    if KIND == 1:  # of k the bits h t t e u become h u t t e
+        values = tl.permute(tl.reshape(values, (BLOCK // 16, 8, 2)), (0, 2, 1))
+    elif KIND == 2:  # t t z e s become s z t t e
+        values = tl.permute(tl.reshape(values, (BLOCK // 32, 4, 2, 2, 2)), (0, 4, 2, 1, 3))
+    tl.store(out + at, tl.reshape(values, (BLOCK,)), mask=at < size)
 
 
 def arrange(x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -375,8 +413,8 @@ def _plan(layout: Layout, tile: Tile, experts: int, down: bool) -> _Plan:
     offsets = [offset // 4 for offset in layout.offsets[:-1]] + [layout.nbytes // 4] * missing
     constants = {
         "DOWN": down, "KIND": _KINDS[name], "WORDS": layout.format.block_bytes // 4,
-        "EXPERTS": next_power_of_2(experts), "PAIRS": tile.pairs, "SMALL": tile.small, "COLUMNS": wide,
-        "K": tile.k if even else BLOCK, "num_warps": tile.warps, "num_stages": tile.stages,
+        "EXPERTS": next_power_of_2(experts), "PAIRS": tile.pairs, "SMALL": tile.small, "REST": tile.rest,
+        "COLUMNS": wide, "K": tile.k if even else BLOCK, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     return _Plan(cdiv(columns, wide), tile.pairs, (*bounds, *offsets), constants)
 

@@ -163,7 +163,8 @@ class DeviceOps(Products):
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
         k_pages: Tensor, v_pages: Tensor, batch: Batch,
     ) -> Tensor:  # fmt: skip
-        return attention.qk_norm_rope(q, k, v, norms, table, k_pages, v_pages, batch)
+        given = k_pages.dtype if q.shape[0] > linear.ROWS and q.is_cuda else q.dtype
+        return attention.qk_norm_rope(q, k, v, norms, table, k_pages, v_pages, batch, given)
 
     def add_linear(self, base: Tensor, x: Tensor, weight: DeviceWeight) -> Tensor:
         if x.shape[0] > linear.ROWS:

@@ -27,9 +27,9 @@ SIZE = 4096
 
 @triton.jit
 def _prepare(
-    x, gate, norm, share, out, normed, count, heads, dim, x_row, x_head, gate_row, gate_head, share_row, eps, offset,
-    scale, NORM: tl.constexpr, GATE: tl.constexpr, SILU: tl.constexpr, SHARE: tl.constexpr, NORMED: tl.constexpr,
-    SOME: tl.constexpr, DIM: tl.constexpr,
+    x, gate, norm, share, out, count, heads, dim, x_row, x_head, gate_row, gate_head, share_row, eps, offset,
+    scale, NORM: tl.constexpr, GATE: tl.constexpr, SILU: tl.constexpr, SHARE: tl.constexpr, SOME: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     number, column = tl.program_id(0) * SOME + tl.arange(0, SOME), tl.arange(0, DIM)
     here = (number < count)[:, None] & (column < dim)[None, :]
@@ -47,18 +47,16 @@ def _prepare(
     if SHARE:
         values *= sigmoid(tl.load(share + row * share_row, mask=number < count, other=0.0).to(tl.float32))[:, None]
     to = number.to(tl.int64)[:, None] * dim + column[None, :]
-    if NORMED:
-        tl.store(normed + to, values, mask=here)
     tl.store(out + to, (values * scale).to(out.dtype.element_ty), mask=here)
 
 
 def prepare(
     x: Tensor, weight: DeviceWeight, *, norm: Norm | None = None, gate: Tensor | None = None, silu: bool = True,
-    share: Tensor | None = None, normed: Tensor | None = None,
+    share: Tensor | None = None, divided: bool = True,
 ) -> Tensor:  # fmt: skip
     """x [rows, heads, dim] or [rows, dim] as a product with ``weight`` takes it, [rows, inner]: normalised by ``norm``,
-    times silu or sigmoid of ``gate`` (of x's shape), times sigmoid of ``share`` [rows, 1]. ``normed``: for the same in
-    float32."""
+    times silu or sigmoid of ``gate`` (of x's shape), times sigmoid of ``share`` [rows, 1]; ``divided`` by the weight's
+    unit, so that float16 has room for what is large."""
     heads, dim = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     out = torch.empty((x.shape[0], heads * dim), dtype=_half(weight, x.device), device=x.device)
     gates, shares, wide = x if gate is None else gate, x if share is None else share, next_power_of_2(dim)
@@ -66,11 +64,12 @@ def prepare(
     if x.numel():
         launch(
             _prepare, (cdiv(x.shape[0] * heads, some),),
-            x, gates, x if norm is None else norm.weight, shares, out, out if normed is None else normed,
+            x, gates, x if norm is None else norm.weight, shares, out,
             x.shape[0] * heads, heads, dim, *strides(x), *strides(gates), shares.stride(0),
-            0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset, 1 / weight.unit,
+            0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+            1 / weight.unit if divided else 1.0,
             NORM=norm is not None, GATE=gate is not None, SILU=silu, SHARE=share is not None,
-            NORMED=normed is not None, SOME=some, DIM=wide, num_warps=max(1, some * wide // 512), early=False,
+            SOME=some, DIM=wide, num_warps=max(1, some * wide // 512), early=False,
         )  # fmt: skip
     return out
 
@@ -81,19 +80,23 @@ def _half(weight: DeviceWeight, device: torch.device) -> torch.dtype:
 
 
 def multiply(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, base: Tensor | None = None, short: bool = False
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, base: Tensor | None = None, short: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """x as ``prepare`` gives it -> [rows, out], rows maybe farther apart: float32, or, ``short``, float16 where the
-    weight is; added to ``base`` [rows, out], in its memory."""
+    """x as ``prepare`` gives it -> [rows, out], rows maybe farther apart: float32 times ``scale``, or, ``short``,
+    float16 where the weight is; added to ``base`` [rows, out], in its memory."""
     matrix, columns = weight.whole.t().to(x.dtype), weight.matrix.shape[0]
     if base is not None and columns == matrix.shape[1]:
         if x.dtype == torch.float32:
             return torch.addmm(base, x, matrix, out=base)
         return torch.addmm(base, x, matrix, out_dtype=torch.float32, out=base)
-    if x.dtype == torch.float32 or (short and x.dtype == torch.float16):
+    if short and x.dtype == torch.float16:
         out = torch.mm(x, matrix)
+    elif x.dtype == torch.float32:
+        out = torch.mm(x, matrix).mul_(scale)
     else:
-        out = torch.mm(x, matrix, out_dtype=torch.float32)
+        out = torch.empty((x.shape[0], matrix.shape[1]), dtype=torch.float32, device=x.device)
+        torch.addmm(out, x, matrix, out_dtype=torch.float32, beta=0, alpha=scale, out=out)
     out = out[:, :columns]
     if bias is not None:
         out += bias
@@ -109,8 +112,8 @@ class Products(Composed):
     def norm_linear(
         self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        normed = torch.empty_like(x)
-        return multiply(prepare(x, weight, norm=norm, normed=normed), weight, bias), normed
+        normed = prepare(x, weight, norm=norm, divided=False)
+        return multiply(normed, weight, bias, scale=1 / weight.unit), normed
 
     def norm_linear_conv(
         self: Ops, x: Tensor, norm: Norm, weight: DeviceWeight, conv: Tensor, state: Tensor, batch: Batch

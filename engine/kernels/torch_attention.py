@@ -56,15 +56,15 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
     tiles, rest = cut(batch.segments.tolist())
     if not tiles or (q.is_cuda and k_pages.element_size() > 2):  # cuDNN takes 16-bit numbers
         return prefill_attention.attention(q, k_pages, v_pages, batch, scale)
-    out, (_, heads, head_dim) = torch.empty_like(q), q.shape
+    out, (_, heads, head_dim) = torch.empty_like(q, dtype=torch.float32), q.shape
     if rest:
         segments = torch.tensor([segment for _, segment in rest], dtype=torch.int32, device=q.device)
         table = batch.page_table[[sequence for sequence, _ in rest]]
         some = replace(batch, segments=segments, page_table=table)
-        out = prefill_attention.attention(q, k_pages, v_pages, some, scale)
+        out = prefill_attention.attention(q, k_pages, v_pages, some, scale).float()
     for sequence, first, position, rows in tiles:
         queries = q[first : first + rows].to(k_pages.dtype).transpose(0, 1)[None]
-        levels = q.new_empty(rows, heads)
+        levels = out.new_empty(rows, heads)
         for start, end in runs(position, rows):
             pages = batch.page_table[sequence, start // PAGE : end // PAGE].long()
             keys, values = (each[pages].flatten(0, 1).transpose(0, 1)[None] for each in (k_pages, v_pages))

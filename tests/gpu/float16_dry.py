@@ -19,9 +19,9 @@ KERNELS = {
     ),
     "norm": (
         products._prepare,
-        {"x": HALF, "gate": HALF, "out": HALF} | dict.fromkeys(("norm", "share", "normed"), WHOLE)
+        {"x": HALF, "gate": HALF, "out": HALF} | dict.fromkeys(("norm", "share"), WHOLE)
         | dict.fromkeys(("eps", "offset", "scale"), "fp32"),
-        {"NORM": True, "GATE": True, "SILU": True, "SHARE": True, "NORMED": True, "SOME": 32, "DIM": 128},
+        {"NORM": True, "GATE": True, "SILU": True, "SHARE": True, "SOME": 32, "DIM": 128},
     ),
 }  # fmt: skip
 

@@ -44,11 +44,11 @@ def test_sort_pairs(rows: int) -> None:
 
 @pytest.mark.parametrize(("name", "hidden", "inner"), [("bf16", 96, 160), ("int8", 64, 64), ("mxfp4", 32, 160)])
 def test_experts_of_every_format(name: str, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of 0, 1 and more pairs than a tile; an expert that is not here; pairs of no expert."""
-    monkeypatch.setitem(grouped.TILES, name, (Tile(32, 16, 128, 64, 4, 1),) * 3)
+    """Groups of 0, of few and of a tile and a rest; an expert that is not here; pairs of no expert."""
+    monkeypatch.setitem(grouped.TILES, name, (Tile(32, 16, 128, 64, 4, 1, rest=16),) * 3)
     layout, experts = Layout(FORMATS[name], hidden, inner), 5
     slots = slots_of(layout, 2)
-    ids = torch.tensor([[0, 3], [-1, 0], [2, -1], *[[0, 1]] * 15], dtype=torch.int32)
+    ids = torch.tensor([[0, 3], [-1, 0], [2, -1], *[[0, 1]] * 15, *[[3, 0]] * 17], dtype=torch.int32)
     x, count = draw(ids.shape[0], hidden), ids.numel()
     slot = torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
     groups = Groups(*pairs.sort_pairs(ids, experts)[:2], slot)

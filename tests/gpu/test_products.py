@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.kernels import products
-from engine.kernels.linear import DeviceWeight
+from engine.kernels.linear import pack
 from engine.layers.ops import Norm
 from tests.gpu.test_device_ops import TWIN, Draws
 
@@ -19,8 +19,8 @@ from tests.gpu.test_device_ops import TWIN, Draws
 def test_inputs_of_float16_are_read_and_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """And divided by what the weight is multiplied by."""
     monkeypatch.setattr(products, "_half", lambda weight, device: weight.whole.dtype)
-    draw, matrix = Draws(3), torch.empty(8, 96, dtype=torch.float16)
-    weight, wide, norm = DeviceWeight(matrix, matrix, 8.0), draw(19, 300).half(), Norm(draw(32), 1e-6, 1.0)
+    draw, weight = Draws(3), pack(torch.ones(8, 96, dtype=torch.bfloat16))
+    wide, norm = draw(19, 300).half(), Norm(draw(32), 1e-6, 1.0)
     x, gate, share = wide[:, 100:196].view(19, 3, 32), wide[:, 200:296].view(19, 3, 32), wide[:, 4:5].float()
     got = products.prepare(x, weight, norm=norm, gate=gate, share=share)
     normed = TWIN.rms_norm(x.float(), norm.weight, 1e-6, 1.0) * gate.float() * torch.sigmoid(gate.float())

@@ -18,7 +18,7 @@ def main(name: str, half: str) -> None:
     tile = TILES[name][0]
     constants = {
         "DOWN": False, "KIND": _KINDS[name], "WORDS": 136, "EXPERTS": 256, "PAIRS": tile.pairs, "SMALL": tile.small,
-        "COLUMNS": tile.columns, "K": tile.k,
+        "REST": tile.rest, "COLUMNS": tile.columns, "K": tile.k,
     }  # fmt: skip
     kinds = {"x": half, "out": half} | dict.fromkeys(("slots", "order", "start", "slot_of"), "*i32")
     names = _product.arg_names
