@@ -44,6 +44,10 @@ GATE_UP, DOWN, FINISH = Tile(32, 16), Tile(16, 8), Tile(128, 16)
 next kernel, which counts for more than having all of k on its way at once."""
 
 
+FEW = 64
+"""Registers of a thread, of which twice 16 warps have room."""
+
+
 @triton.jit
 def _read(address, here, EVEN: tl.constexpr):
     """A tile; zeros where it is not ``here``."""
@@ -100,38 +104,48 @@ def _store(to, k, values, inner, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _products(blob, at, first, x, group, here, factor, inner, half: tl.constexpr, SPLIT: tl.constexpr):
-    """Products of 16 rows of blocks, from ``first`` on, times ``factor`` [groups]: [groups, 16, 8], for ``_added``.
-    ``at`` [groups]: where blocks begin in the words of ``blob``; ``group``: what they are multiplied with.
-
-    Of a warp's 8 x 4 threads each has two neighbouring rows and 8 k. The activations' two pieces are the first two of
-    8 columns, and the others do not count."""
-    G: tl.constexpr = at.shape[0]
+def _blocks(blob, at, first, here):
+    """Words and scales of 16 rows of blocks, from ``first`` on; ``at`` [groups]: where they begin in ``blob``. Of a
+    warp's 8 x 4 threads each has two neighbouring rows and 8 k. [4, 8, groups, 2] and [4, 8, groups]."""
     four, eight = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
     at, here = at[None, None, :], here[None, None, :]
     # From numbers, as Triton would give a thread the scales of several pairs of rows.
     scales = (blob.to(tl.int64) + at * 4 + (first + eight * 2 + four * 0)).to(tl.pointer_type(tl.int16))
-    scale = _read(scales, here, False).to(tl.int32)
-    two, here = tl.arange(0, 2)[None, None, None, :], here[:, :, :, None]
-    data = _read(blob + (at + (8 + first + four * 32 + eight * 2))[:, :, :, None] + two, here, False)
-    four, eight = four[:, :, :, None, None], eight[:, :, :, None, None]
-    group, here = group[None, None, :, None, None], here[:, :, :, :, None]
-    last = tl.arange(0, 4)[None, None, None, None, :]
-    if SPLIT:
-        words = x.to(tl.pointer_type(tl.int32)) + (group * 16 + four * 4 + tl.minimum(eight, 1) * (inner // 2) + last)
-        values = tl.reshape(_pair(_read(words, here, False)), (4, 8, G, 2, 2, 2))
-    else:
-        k = group * 32 + four * 8 + tl.arange(0, 2)[None, None, None, :, None] * 4 + last + eight * 0
-        values = tl.reshape(_read(x + k, here, False) * _RAISE, (4, 8, G, 2, 2, 2))
-        values = tl.where(eight[:, :, :, :, :, None] == 0, tl.permute(values, (0, 1, 2, 3, 5, 4)), 0.0)
-    tl.debug_barrier()  # all is on its way before any of it is waited for
+    scales = tl.load(scales, mask=here, other=0).to(tl.int32)
+    at = (at + (8 + first + four * 32 + eight * 2))[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
+    return tl.load(blob + at, mask=here[:, :, :, None], other=0), scales
 
+
+@triton.jit
+def _columns(h, pair, group, here, inner, SPLIT: tl.constexpr):
+    """What blocks at ``group`` [groups] of pairs meet: [groups, 32 k, 8 columns], of which the first two count. All of
+    it is read at once and goes through shared memory: Triton's compiler would have products wait for reads in turn."""
+    G: tl.constexpr = group.shape[0]
+    eight, h = tl.arange(0, 8)[None, :, None, None, None, None], h + pair * inner
+    if SPLIT:
+        word = tl.arange(0, 2)[None, :, None] * (inner // 2) + tl.arange(0, 16)[None, None, :]
+        words = h.to(tl.pointer_type(tl.int32))[:, None, None] + (group[:, None, None] * 16 + word)
+        words = tl.load(words, mask=here[:, None, None], other=0)
+        words = tl.permute(tl.reshape(words, (G, 2, 4, 4)), (2, 1, 0, 3))
+        words = tl.broadcast_to(tl.reshape(words, (4, 1, 2, G, 4)), (4, 4, 2, G, 4))
+        values = tl.reshape(_pair(tl.reshape(words, (4, 8, G, 4))), (4, 8, G, 2, 2, 2))
+    else:
+        k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        values = tl.load(h[:, None] + k, mask=here[:, None], other=0.0) * _RAISE
+        values = tl.permute(tl.reshape(values, (G, 4, 2, 2, 2)), (1, 0, 2, 4, 3))
+        values = tl.where(eight == 0, tl.reshape(values, (4, 1, G, 2, 2, 2)), 0.0)
     # In the order of a product's registers: k is [odd place][four][place // 2][half of a word].
-    values = tl.reshape(tl.permute(values, (2, 3, 0, 4, 5, 1)), (G, 32, 8))
+    return tl.reshape(tl.permute(values, (2, 3, 0, 4, 5, 1)), (G, 32, 8))
+
+
+@triton.jit
+def _products(data, scales, values, factor, half: tl.constexpr):
+    """Products of ``_blocks`` with ``_columns``, times ``factor`` [groups]: [groups, 16, 8], for ``_added``."""
+    G: tl.constexpr = factor.shape[0]
     data = tl.reshape(tl.permute(data, (2, 3, 1, 0)), (G, 16, 4))
     weights = tl.reshape(tl.permute(_weights(data, half), (0, 1, 5, 2, 4, 3)), (G, 16, 32))
     total = tl.dot(weights, values, input_precision="ieee")
-    scale = (tl.join(scale << 23, scale << 15) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = (tl.join(scales << 23, scales << 15) & 0x7F800000).to(tl.float32, bitcast=True)
     counts = tl.arange(0, 4)[:, None, None, None] == 0
     scale *= tl.where(counts, factor[None, None, :, None] * _RAISE, 0.0)
     scale = tl.reshape(tl.permute(scale, (2, 3, 1, 0)), (G, 16, 4))
@@ -164,39 +178,47 @@ def _words_of(x, here, EVEN: tl.constexpr, half: tl.constexpr):
 
 
 @triton.jit
-def _wide_products(
-    blob, at, stride, x, group, here, inner, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Of both panels that are ``stride`` words apart, at full use of a product's 8 columns: each of the four threads
-    that share a product's rows has rows of its own, and columns of its own where its activations are, zeros elsewhere.
-    Two of them have the other eights of k. -> [groups, 32 (2, 2 rows, 2 panels, 4), 8 (2 eights of k, 2 pairs of quads,
-    2 pieces)], for ``_wide_added``."""
-    G: tl.constexpr = at.shape[0]
+def _wide_blocks(blob, at, stride, here, EVEN: tl.constexpr):
+    """Words and scales of blocks at ``at`` [groups] of both panels that are ``stride`` words apart, for use of all of a
+    product's 8 columns: each of the four threads that share a product's rows has rows of its own."""
     four, eight = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
     block, live = at[None, None, :] + eight // 4 * stride, here[None, None, :]
     quad = eight % 4 * 2 + four % 2
     # From numbers, as Triton would give a thread the scales of several groups of rows.
-    scales = blob.to(tl.int64) + (block + quad) * 4
-    scale = _read(scales.to(tl.pointer_type(tl.int32)), live, EVEN)
-    four, eight, live = four[:, :, :, None, None], eight[:, :, :, None, None], live[:, :, :, None, None]
-    octet, last = tl.arange(0, 2)[None, None, None, :, None] * 2 + four // 2, tl.arange(0, 4)[None, None, None, None, :]
+    scales = (blob.to(tl.int64) + (block + quad) * 4).to(tl.pointer_type(tl.int32))
+    octet, last = tl.arange(0, 2)[None, None, None, :, None] * 2 + four[:, :, :, None, None] // 2, tl.arange(0, 4)
     data = block[:, :, :, None, None] + (8 + octet * 32 + quad[:, :, :, None, None] * 4 + last)
-    data = _read(blob + data, live, EVEN)
+    return _read(blob + data, live[:, :, :, None, None], EVEN), _read(scales, live, EVEN)
+
+
+@triton.jit
+def _wide_columns(x, group, here, inner, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr):
+    """What ``_wide_blocks`` at ``group`` [groups] meet: threads have columns of their own where their rows' activations
+    are, zeros elsewhere. Two of four have the other eights of k."""
+    G: tl.constexpr = group.shape[0]
+    four = tl.arange(0, 4)[:, None, None, None, None]
+    eight, last = tl.arange(0, 8)[None, :, None, None, None], tl.arange(0, 4)[None, None, None, None, :]
     mine = eight // 2 == four
     if SPLIT:
+        octet = tl.arange(0, 2)[None, None, None, :, None] * 2 + four // 2
         words = group[None, None, :, None, None] * 16 + octet * 4 + eight % 2 * (inner // 2) + last
+        live = here[None, None, :, None, None]
         words = _read(x.to(tl.pointer_type(tl.int32)) + words, live & mine, False)
     else:
         inside = tl.reshape(tl.broadcast_to(here[:, None], (G, 32)), (G * 32,))
         words = _words_of(x + tl.arange(0, G * 32), inside, EVEN, half)
-    tl.debug_barrier()  # all is on its way before any of it is waited for
-
-    # k is [2][odd place][four][place // 2][half of a word].
-    if not SPLIT:
+        # k is [2][odd place][four][place // 2][half of a word].
         H: tl.constexpr = words.shape[3]
         words = tl.permute(tl.reshape(words, (G, 2, 2, 4, H, 2)), (2, 5, 0, 1, 3, 4))
         words = tl.broadcast_to(tl.reshape(words, (2, 1, 1, 2, G, 2, 4 * H)), (2, 2, 4, 2, G, 2, 4 * H))
         words = tl.where(mine, tl.reshape(words, (4, 8, G, 2, 4 * H)), 0)
+    return words
+
+
+@triton.jit
+def _wide_products(data, scale, words, half: tl.constexpr):
+    """[groups, 32 (2, 2 rows, 2 panels, 4), 8 (2 eights of k, 2 pairs of quads, 2 pieces)], for ``_wide_added``."""
+    G: tl.constexpr = data.shape[2]
     if half == tl.bfloat16:
         words = _pair(words)
     values = tl.permute(tl.reshape(words, (4, 8, G, 2, 2, 2, 2)), (2, 3, 4, 0, 5, 6, 1))
@@ -234,15 +256,18 @@ def _gate_up(
         first, end = of_part(panel, b1, b2, b3, 0, b1, b2, b3), of_part(panel, b1, b2, b3, b1, b2, b3, b4)
         offset = of_part(panel, b1, b2, b3, o0, o1, o2, o3)
         section = tl.multiple_of(slots + slot.to(tl.int64) * stride_words + offset, 16)
-        blob = section + (panel - first) * (COUNT * _WORDS)
-        row_x = x + (pair // RANKS).to(tl.int64) * hidden
-        group = tl.arange(0, GROUPS)
-        total = tl.zeros((GROUPS, 32, 8), tl.float32)
-        for start in tl.range(0, COUNT, GROUPS):
-            words, row, here = blob + start * _WORDS, row_x + start * 32, start + group < COUNT
-            total += _wide_products(
-                words, group * _WORDS, COUNT * _WORDS, row, group, here, hidden, EVEN, half, False
-            )  # fmt: skip
+        blob, row_x = section + (panel - first) * (COUNT * _WORDS), x + (pair // RANKS).to(tl.int64) * hidden
+        group, total = tl.arange(0, GROUPS), tl.zeros((GROUPS, 32, 8), tl.float32)
+        data, scales = _wide_blocks(blob, group * _WORDS, COUNT * _WORDS, group < COUNT, EVEN)
+        for start in tl.static_range(0, COUNT, GROUPS):
+            words = _wide_columns(row_x + start * 32, group, start + group < COUNT, hidden, EVEN, half, False)
+            next_data, next_scales = data, scales
+            if start + GROUPS < COUNT:
+                later = start + GROUPS + group
+                next_data, next_scales = _wide_blocks(blob, later * _WORDS, COUNT * _WORDS, later < COUNT, EVEN)
+            tl.debug_barrier()  # all is on its way before any of it is waited for
+            total += _wide_products(data, scales, words, half)
+            data, scales = next_data, next_scales
         # For who comes next: as large a share of the part's down section.
         share = section + (end - first) * (COUNT * _WORDS) + (panel - first) * (COUNT * _WORDS // 2)
         prefetch(share + tl.minimum(tl.arange(0, AHEAD) * 16, COUNT * _WORDS - 1))
@@ -273,10 +298,10 @@ def _down(
             # In the group's part, behind gate and up: the panel, in that the group.
             at = of_part(group, b1, b2, b3, o0, o1, o2, o3) + ((2 * panels + panel) * wide + group - first) * _WORDS
             stride = tl.multiple_of(wide * other, 4)[None, None, :]
-            total += _wide_products(
-                blob, tl.multiple_of(at, 4), stride, row_h if SPLIT else row_h + start * 32, group, group < last, inner,
-                EVEN, half, SPLIT,
-            )  # fmt: skip
+            data, scales = _wide_blocks(blob, tl.multiple_of(at, 4), stride, group < last, EVEN)
+            row = row_h if SPLIT else row_h + start * 32
+            words = _wide_columns(row, group, group < last, inner, EVEN, half, SPLIT)
+            total += _wide_products(data, scales, words, half)
         to = panel * 32 + tl.arange(0, 2)[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(out + pair.to(tl.int64) * hidden + to, _wide_added(total, WARPS), mask=to < hidden)
 
@@ -301,16 +326,17 @@ def _finish(
     total = tl.zeros((GROUPS, 16, 8), tl.float32)
     for start in tl.range(0, RANKS * COUNT, GROUPS):
         pair, group = (start + tl.arange(0, GROUPS)) // COUNT, (start + tl.arange(0, GROUPS)) % COUNT
-        slot = tl.load(slot_in + row * RANKS + pair, mask=pair < RANKS, other=-1)
+        number = row * RANKS + pair
+        slot = tl.load(slot_in + number, mask=pair < RANKS, other=-1)
+        here = slot >= 0
         if not WHOLE:
-            parts = tl.load(parts_in + row * RANKS + pair, mask=pair < RANKS, other=0)
-            slot = tl.where(group // WIDE < parts, slot, -1)
-        weight = tl.load(weights + row * RANKS + pair, mask=slot >= 0, other=0.0)
+            here &= group // WIDE < tl.load(parts_in + number, mask=pair < RANKS, other=0)
+        weight = tl.load(weights + number, mask=here, other=0.0)
         # The down section of the group's part, in it the panel, in that the group.
         block = (group // WIDE * 3 + 2) * WIDE * (hidden // 32) + piece // 2 * WIDE + group % WIDE
         at = tl.multiple_of(slot.to(tl.int64) * stride_words + block * _WORDS, 4)
-        row_h, number = h + row * (RANKS * COUNT * 32), group + pair * (COUNT * (2 if SPLIT else 1))
-        total += _products(slots, at, piece % 2 * 16, row_h, number, slot >= 0, weight, COUNT * 32, half, SPLIT)
+        data, scales = _blocks(slots, at, piece % 2 * 16, here)
+        total += _products(data, scales, _columns(h, number, group, here, COUNT * 32, SPLIT), weight, half)
     routed = _added(total, WARPS)
     shared = tl.sum(tile.to(tl.float32) * values[None, :], axis=1) * unit
     tl.store(out + row * hidden + column, residual + (shared * sigmoid(share) + routed))
@@ -328,7 +354,7 @@ def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: T
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[1:]), *offsets,
         EVEN=count % _groups(GATE_UP, count) == 0, RANKS=pairs.shape[1], WHOLE=whole,
         AHEAD=next_power_of_2(cdiv(count * layout.format.block_bytes, LINE)),
-        **_constants(x, GATE_UP, count),
+        **_constants(x, GATE_UP, count), **registers(pairs.shape[0]),
     )  # fmt: skip
 
 
@@ -343,6 +369,11 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
     )  # fmt: skip
 
 
+def registers(rows: int) -> dict[str, int]:
+    """Two programs on a processor where there are many; what is computed stays the same."""
+    return {"maxnreg": FEW} if rows > 1 else {}
+
+
 def _groups(tile: Tile, count: int) -> int:
     return min(tile.groups, next_power_of_2(count))
 
@@ -352,7 +383,7 @@ def _constants(x: Tensor, tile: Tile, count: int) -> dict[str, Any]:
     groups = _groups(tile, count)
     return {
         "COUNT": count, "GROUPS": groups, "WARPS": min(tile.warps, groups), "SPLIT": x.is_cuda,
-        "half": tl.bfloat16 if x.is_cuda else tl.float32, "num_warps": tile.warps,
+        "half": tl.bfloat16 if x.is_cuda else tl.float32, "num_warps": tile.warps, "num_stages": 1,
     }  # fmt: skip
 
 
