@@ -8,6 +8,7 @@ orphan's engine may take to stop.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -119,7 +120,10 @@ class FakeScheduler:
             Path(self._config.model).touch()
 
     def stats(self) -> Stats:
-        return Stats({"running": len(self._running), "waiting": len(self._waiting), "aborted": self._aborted})
+        return Stats({
+            "running": len(self._running), "waiting": len(self._waiting), "aborted": self._aborted,
+            "frozen": gc.get_freeze_count(),
+        })  # fmt: skip
 
 
 def make_scheduler(config: EngineConfig, progress: Progress) -> FakeScheduler:
