@@ -149,11 +149,11 @@ def _gated_delta(
     first, rows = tl.load(segments + sequence * 4), tl.load(segments + sequence * 4 + 1)
     slot = tl.load(segments + sequence * 4 + 3).to(tl.int64)
     cells = states + slot * slot_stride + (head * key_dim + key[:, None]) * value_dim + value[None, :]
-    if not FUSED:  # after kernels that write states; in a decode step none does, and a look-up of torch's begins it
-        wait()
-    memory = tl.load(cells, mask=here, other=0.0)
-    if FUSED:
-        wait()
+    if FUSED:  # no kernel of a decode step writes states before this one
+        memory = tl.load(cells, mask=here, other=0.0)
+    wait()
+    if not FUSED:
+        memory = tl.load(cells, mask=here, other=0.0)
     for step in range(rows):
         row = (first + step).to(tl.int64)
         at = head // group * key_dim + key
