@@ -41,6 +41,8 @@ RANGES = 16
 """Ranges added up in one step."""
 ROWS = 16
 """Rows in one launch: bounds the room for what the ranges give."""
+HEADS = 6
+"""That a program turns, of more rows: so many programs of one would take longer to begin than to work."""
 PROGRAMS = 2048
 """In one launch; a table may have room for many more ranges than its sequences have."""
 LOG2_E = 1.4426950408889634
@@ -260,26 +262,29 @@ def _turned(
 def _qk_norm_rope(
     q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
     count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,
-    q_eps, q_offset, k_eps, k_offset, PAGE: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr,
+    q_eps, q_offset, k_eps, k_offset,
+    PAGE: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     begin()
-    row, head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
+    row, first, dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH, tl.arange(0, DIM)
     token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
     angle = angles + (tl.load(positions + row).to(tl.int64) * half + dim % half) * 2
     cos = tl.load(angle, mask=dim < 2 * half, other=0.0)
     sin = tl.load(angle + 1, mask=dim < 2 * half, other=0.0)
     wait()
-    if head < heads:
-        turned = _turned(q + row * q_row + head * q_head, q_norm, dim, head_dim, half, cos, sin, q_eps, q_offset)
-        tl.store(out + (row * heads + head) * head_dim + dim, turned, mask=dim < head_dim)
-    else:
-        number = head - heads
-        turned = _turned(k + row * k_row + number * k_head, k_norm, dim, head_dim, half, cos, sin, k_eps, k_offset)
-        here = dim < tl.where(token < 0, 0, head_dim)
-        to = (token * kv_heads + number) * head_dim + dim
-        tl.store(k_pages + to, turned.to(k_pages.dtype.element_ty), mask=here)
-        value = tl.load(v + row * v_row + number * v_head + dim, mask=here, other=0.0)
-        tl.store(v_pages + to, value.to(v_pages.dtype.element_ty), mask=here)
+    for one in range(EACH):
+        head = first + one
+        if head < heads:
+            turned = _turned(q + row * q_row + head * q_head, q_norm, dim, head_dim, half, cos, sin, q_eps, q_offset)
+            tl.store(out + (row * heads + head) * head_dim + dim, turned, mask=dim < head_dim)
+        elif head < heads + kv_heads:
+            number = head - heads
+            turned = _turned(k + row * k_row + number * k_head, k_norm, dim, head_dim, half, cos, sin, k_eps, k_offset)
+            here = dim < tl.where(token < 0, 0, head_dim)
+            to = (token * kv_heads + number) * head_dim + dim
+            tl.store(k_pages + to, turned.to(k_pages.dtype.element_ty), mask=here)
+            value = tl.load(v + row * v_row + number * v_head + dim, mask=here, other=0.0)
+            tl.store(v_pages + to, value.to(v_pages.dtype.element_ty), mask=here)
 
 
 def qk_norm_rope(
@@ -289,12 +294,13 @@ def qk_norm_rope(
     """As ``Ops.qk_norm_rope``, in the precision ``given``."""
     (rows, heads, head_dim), kv_heads, (count, width) = q.shape, k.shape[1], batch.page_table.shape
     out, dim, (q_norm, k_norm) = q.new_empty(q.shape, dtype=given), next_power_of_2(head_dim), norms
+    each = 1 if rows <= ROWS else HEADS
     if rows:
         launch(
-            _qk_norm_rope, (rows, heads + kv_heads),
+            _qk_norm_rope, (rows, cdiv(heads + kv_heads, each)),
             q, k, v, q_norm.weight, k_norm.weight, out, batch.positions, table, k_pages, v_pages, batch.segments,
             batch.page_table, count, width, heads, kv_heads, head_dim, table.shape[1], *strides(q), *strides(k),
             *strides(v), q_norm.eps, q_norm.offset, k_norm.eps, k_norm.offset,
-            PAGE=PAGE, SEGMENTS=next_power_of_2(max(1, count)), DIM=dim, num_warps=warps(dim),
+            PAGE=PAGE, SEGMENTS=next_power_of_2(max(1, count)), DIM=dim, EACH=each, num_warps=warps(dim),
         )  # fmt: skip
     return out

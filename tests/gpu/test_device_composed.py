@@ -83,13 +83,14 @@ def test_gated_delta_net() -> None:
     compare(run)
 
 
-def test_qk_norm_rope() -> None:
-    batch = make_batch([(3, 62, 0), (1, 5, 1)], padding=1)
+@pytest.mark.parametrize("rows", [1, 14])
+def test_qk_norm_rope(rows: int) -> None:
+    batch = make_batch([(3, 62, 0), (rows, 5, 1)], padding=1)
 
     def run(ops: Ops) -> tuple[Tensor, ...]:
-        draw = Draws(2)
-        wide, k_pages, v_pages, norms = draw(5, 200), draw(4, 64, 2, 20), draw(4, 64, 2, 20), (draw(20), draw(20))
-        q, k, v = wide[:, :120].view(5, 3, 40)[:, :, :20], wide[:, 120:160].view(5, 2, 20), wide[:, 160:].view(5, 2, 20)
+        draw, count = Draws(2), rows + 4
+        wide, k_pages, v_pages, norms = draw(count, 200), draw(4, 64, 2, 20), draw(4, 64, 2, 20), (draw(20), draw(20))
+        q, k, v = wide[:, :120].view(count, 3, 40)[:, :, :20], *wide[:, 120:].view(count, 2, 2, 20).unbind(1)
         both = Norm(norms[0], 1e-6, 1.0), Norm(norms[1], 1e-5)
         out = ops.qk_norm_rope(q, k, v, both, ops.rope_table(100, 6, 1e4), k_pages, v_pages, batch)
         return out, k_pages, v_pages
