@@ -369,7 +369,7 @@ def down(h: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tens
     )  # fmt: skip
 
 
-def registers(rows: int) -> dict[str, int]:
+def registers(rows: int) -> dict[str, Any]:
     """Two programs on a processor where there are many; what is computed stays the same."""
     return {"maxnreg": FEW} if rows > 1 else {}
 
