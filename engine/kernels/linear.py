@@ -13,6 +13,7 @@ factor of the whole row, and is applied to the sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -176,10 +177,13 @@ def linear(
     past, to = 0 if conv is None else _window(conv), out if normed is None else normed
     after = _after(out, bias, base, shared), past, out, to
     scales = (0.0, 0.0, 1 / weight.unit) if norm is None else (norm.eps, norm.offset, 1 / weight.unit)
-    options = {
-        "KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2], "BIAS": bias is not None,
-        "BASE": base is not None, **_with(shared), **_through(conv, rows),
-    }  # fmt: skip
+    before: dict[str, Any] = {"KIND": kind.value, "HEAD": inner if gates.dim() == 2 else gates.shape[2]}
+    options: dict[str, Any] = {
+        "BIAS": bias is not None,
+        "BASE": base is not None,
+        **_with(shared),
+        **_through(conv, rows),
+    }
     if rows == 1 and inner <= WIDEST:
         width = max(256, next_power_of_2(inner))
         warps = max(1, width // SHARE)
@@ -190,10 +194,10 @@ def linear(
             rows, columns, inner, *scales,
             BLOCK=block, INNER=width, ROWS=next_power_of_2(rows), THREADS=32 * warps,
             NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
-            num_warps=warps, **options,
+            num_warps=warps, **before, **options,
         )  # fmt: skip
         return out
-    linear_many.many(weight.matrix, weight.counts, inputs[:3], after, rows, scales, options, normed is not None)
+    linear_many.many(weight.matrix, weight.counts, inputs[:3], after, rows, scales, before, options, normed is not None)
     return out
 
 

@@ -114,22 +114,20 @@ def _product(
 
 def many(
     weight: Tensor, counts: Tensor, inputs: tuple[Any, ...], after: tuple[Any, ...], rows: int,
-    scales: tuple[float, float, float], options: dict[str, Any], normed: bool,
+    scales: tuple[float, float, float], before: dict[str, Any], options: dict[str, Any], normed: bool,
 ) -> None:  # fmt: skip
-    """``inputs``: x, gate, norm; ``after``: what stands beside, the convolution, where outputs and normed inputs go;
-    ``counts`` int32 [ceil(out / OUTPUTS)]: zeros, before and after."""
+    """``inputs``: x, gate and norm, ``before``: what ``load_inputs`` does with them; ``after``: what stands beside, the
+    convolution, where outputs and normed inputs go; ``counts`` int32 [ceil(out / OUTPUTS)]: zeros, before and after."""
     (columns, inner), parts = weight.shape, 1 if weight.dtype == torch.float32 else 2
     few = FEW if rows <= FEW and weight.is_cuda else ROWS  # numpy's products of other widths are other bits
     beside, conv, out, to = after
-    kind, head, stride = options.pop("KIND"), options.pop("HEAD"), cdiv(inner, 16) * 16
-    options["SEGMENTS"] = few if options["WIDTH"] else 1
-    piece = next_power_of_2(inner)
-    if kind != NORM.value:
-        piece = min(piece, max(PIECE, head) if kind == GATED_NORM.value else PIECE)
+    stride, piece = cdiv(inner, 16) * 16, next_power_of_2(inner)
+    if before["KIND"] != NORM.value:
+        piece = min(piece, max(PIECE, before["HEAD"]) if before["KIND"] == GATED_NORM.value else PIECE)
     prepared = torch.empty((few * parts, stride), dtype=weight.dtype, device=weight.device)
     launch(
         _prepare, (rows, cdiv(inner, piece)), *inputs, prepared, to, inner, stride, *scales,
-        KIND=kind, HEAD=head, NORMED=normed, PARTS=parts, BLOCK=piece, num_warps=max(1, min(16, piece // 256)),
+        NORMED=normed, PARTS=parts, BLOCK=piece, num_warps=max(1, min(16, piece // 256)), **before,
     )  # fmt: skip
     block, blocks = BYTES // weight.element_size(), cdiv(columns, OUTPUTS)
     shares = max(1, min(SHARES, next_power_of_2(cdiv(PROGRAMS, blocks)), next_power_of_2(inner // block)))
@@ -139,5 +137,6 @@ def many(
         _product, (blocks, shares), prepared, weight, beside, conv, out, shared, counts,
         rows, columns, inner, stride, share,
         PARTS=parts, SHARES=shares, ROWS=few, OUTPUTS=OUTPUTS, BLOCK=block, LINES=AHEAD // LINE,
-        NEXT=LINE // weight.element_size(), num_warps=4, num_stages=STAGES, **options,
+        NEXT=LINE // weight.element_size(), num_warps=4, num_stages=STAGES,
+        **options | {"SEGMENTS": few if options["WIDTH"] else 1},
     )  # fmt: skip
