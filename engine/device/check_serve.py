@@ -265,7 +265,8 @@ def compare(
     made: Served, led: Led, threads: set[int], there: dict[str, Known], vocab: int, texts: dict[str, list[int]],
     seconds: float,
 ) -> None:  # fmt: skip
-    """Say the same again; then pieces of ``texts``, in any order, for so many ``seconds``; then let threads die."""
+    """Say the same again; then pieces of ``texts``, many at once, and in any order for so many ``seconds``; then let
+    threads die."""
     converse(made, vocab, {name: list(there[name].tokens[there[name].prompt :])[:AGAIN] for name in ANSWERS})
     led.tell()
     if texts:

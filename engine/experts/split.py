@@ -101,6 +101,14 @@ class Split:
                 _blend(self._cpu_fixed, besides, on_cpu > 0, _WEIGHT)
                 _blend(self._link_fixed, times[:, 1].astype(np.float64), (on_cpu > 0) & (times[:, 1] > 0), _WEIGHT)
             return False
+        self._steps += 1
+        moved = (on_cpu + on_link).any() and self._learn(times, on_cpu, on_link)
+        return bool(moved or (self._share == 0).any())
+
+    def _learn(
+        self, times: npt.NDArray[np.int64], on_cpu: npt.NDArray[np.int32], on_link: npt.NDArray[np.int32]
+    ) -> bool:
+        """From what was missing somewhere. Whether a share moved."""
         missing = on_cpu + on_link
         _blend(self._missing, missing.astype(np.float64), missing > 0, _WEIGHT)
         cpu, link = times[:, 0] / np.maximum(on_cpu, 1), times[:, 1] / np.maximum(on_link, 1)
@@ -121,8 +129,7 @@ class Split:
         moves = (missing > 0) & ((np.abs(step) >= _HOLD * part) | (self._target == 0) | (self._target == 1))
         step = np.where(moves, np.clip(step, -part, part), 0.0)
         self._share += step
-        self._steps += 1
-        return bool(step.any() or (self._share == 0).any())
+        return bool(step.any())
 
     def _alone(self) -> tuple[Floats, Floats]:
         """ns per part, for as many parts as are missing of late, when one side does everything."""
