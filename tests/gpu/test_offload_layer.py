@@ -279,12 +279,12 @@ def test_only_the_answer_waits_for_the_cpu(made: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "mxfp4"])
-@pytest.mark.parametrize(("rows", "share"), [(1, 0.0), (1, 0.4), (4, 0.4), (3, 1.0)])
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.0), (2, 0.4)])
 def test_a_layer_from_routers_to_the_residual(made: Any, name: str, rows: int, share: float) -> None:
     case, twins = made(name, slots=9), ReferenceOps()
     case.share(share)
     ops = DeviceOps(case.offloaded, DEVICE)
-    for seed in range(3):
+    for seed in range(2):
         draw = torch.Generator().manual_seed(seed)
         base, x, gate_up, gate, logits, down = (
             torch.randn(*shape, generator=draw)
@@ -296,7 +296,7 @@ def test_a_layer_from_routers_to_the_residual(made: Any, name: str, rows: int, s
         expected = twins.add_shared_experts(base, x, routing, case.twins[layer], gate_up, gate, twins.pack(down))
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     box, mailbox = case.executor.layout, case.executor.mailbox
-    assert int(mailbox[box.done]) == 1 and (share == 1 or int(mailbox[box.arrived]) == 1)
+    assert int(mailbox[box.done]) == int(mailbox[box.arrived]) == 1
 
 
 def test_what_is_not_known_of_a_machine_is_measured(made: Any) -> None:

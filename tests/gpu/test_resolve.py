@@ -71,14 +71,14 @@ def test_the_device_decides_as_the_reference(rows: int, ranks: int, experts: int
         assert torch.equal(decisions[1].fetch[:count], decisions[0].fetch[:count])
 
 
-@pytest.mark.parametrize(("rows", "ranks", "experts"), [(1, 8, 40), (2, 1, 5), (3, 6, 33), (4, 8, 64)])
+@pytest.mark.parametrize(("rows", "ranks", "experts"), [(1, 8, 40), (2, 1, 5), (3, 6, 33)])
 def test_it_can_begin_with_the_routers_and_asks_the_cpu(rows: int, ranks: int, experts: int) -> None:
     states = [Residency.create(LAYOUT, 3, experts, 20, CPU) for _ in range(2)]
     decisions = [Decision.create(rows, ranks, CPU) for _ in range(2)]
     box, generator = MailboxLayout(rows, ranks, 32), torch.Generator().manual_seed(rows)
-    for step in range(8):
+    for step in range(4):
         for state in states:
-            state.share.fill_(ONE if step == 7 else ONE // 3)
+            state.share.fill_(ONE if step == 3 else ONE // 3)
         x, logits = torch.randn(rows, 32, generator=generator), torch.randn(rows, experts + 3, generator=generator)
         routing = Routing(logits[:, :experts], ranks, True)
         ids, weights = route(routing.logits, ranks, True)
