@@ -124,7 +124,7 @@ def _rows(
     total = finish(total * unit, beside, BIAS, BASE, RANKS)
     tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
     if WIDTH:
-        slide(out, conv, live, column, columns, row, columns, past, WIDTH)
+        slide(total, out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
         give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
 

@@ -109,7 +109,7 @@ def _product(
         total = finish(total, beside, BIAS, BASE, RANKS)
         tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
         if WIDTH:
-            slide(out, conv, live, column, columns, row, columns, past, WIDTH)
+            slide(total, out, conv, live, column, columns, row, columns, past, WIDTH)
 
 
 def many(

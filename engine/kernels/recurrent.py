@@ -104,8 +104,9 @@ def window(conv, live, channel, end, row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def slide(x, conv, live, channel, end, row, x_row, window, WIDTH: tl.constexpr):
-    """``conv`` of the rows of channels before ``end``, by the program that has just stored them as ``x``."""
+def slide(values, x, conv, live, channel, end, row, x_row, window, WIDTH: tl.constexpr):
+    """``conv`` of ``values`` [channels, rows], by the program that has just stored them as ``x``: of channels before
+    ``end``."""
     _, _, out, _, channels, _, _ = conv
     first, last, state = live
     taps, old = window
@@ -114,7 +115,8 @@ def slide(x, conv, live, channel, end, row, x_row, window, WIDTH: tl.constexpr):
     here = inside[:, None, None] & (row <= last)[None, :, None] & (lag < WIDTH)
     tl.debug_barrier()
     new = x + (row[None, :, None] - lag) * x_row + channel[:, None, None]
-    inputs = tl.where(since < 0, old, tl.load(new, mask=here & (since >= 0), other=0.0))
+    new = tl.load(new, mask=here & (since >= 0) & (lag > 0), other=0.0)
+    inputs = tl.where(lag == 0, values[:, :, None], tl.where(since < 0, old, new))
     total = tl.sum(inputs * taps, axis=2)
     to = out + row[None, :] * channels + channel[:, None]
     tl.store(to, total * sigmoid(total), mask=inside[:, None] & (row <= last)[None, :])
