@@ -11,11 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.grouped import _KINDS, TILES, _product
+from engine.kernels.grouped import _KINDS, MANY, TILES, _product
 
 
 def main(name: str, half: str) -> None:
-    tile = TILES[name][0]
+    tile = TILES[name][MANY]
     constants = {
         "DOWN": False, "KIND": _KINDS[name], "WORDS": 136, "EXPERTS": 256, "PAIRS": tile.pairs, "SMALL": tile.small,
         "REST": tile.rest, "COLUMNS": tile.columns, "K": tile.k,
