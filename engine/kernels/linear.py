@@ -83,46 +83,41 @@ def _in_order(values):
 
 
 @triton.jit
-def _rows(
-    x, gate, norm, weight, after, conv, out, normed, rows, columns, inner, eps, offset, unit,
+def _row(
+    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     begin()
-    row, k, column = tl.arange(0, ROWS), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    present, here = row < rows, column < columns
+    row, k, column = tl.arange(0, 1), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present, here = row < 1, column < columns
     at = column[:, None].to(tl.int64) * inner + k[None, :]
     tile = tl.load(weight + at, mask=here[:, None] & (k < inner)[None, :], other=0.0)
     k = _threads(INNER, THREADS)
-    inside = k < inner
-    factor = load_factor(norm, k, inside, offset, KIND, HEAD)
+    factor = load_factor(norm, k, k < inner, offset, KIND, HEAD)
     if WIDTH:
         live = sequences(conv, row, SEGMENTS)
+        past = window(conv, live, column, columns, row, WIDTH)
     wait()
     beside = load_beside(
         after, row[None, :], column[:, None], present[None, :], here[:, None], columns,
         BIAS, BASE, RANKS, WHOLE,
     )  # fmt: skip
-    if WIDTH:
-        past = window(conv, live, column, columns, row, WIDTH)
-    total, squares = tl.zeros((BLOCK, ROWS), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for one in tl.static_range(ROWS):
-        values, plain = load_inputs(x, gate, factor, one, k, inside & (k * 0 + one < rows), KIND, HEAD)
-        if KIND == NORM:
-            squares = tl.where(row == one, tl.sum(plain * plain), squares)
-        if KIND == GATED_NORM:
-            heads = tl.reshape(_in_order(plain * plain), (INNER // HEAD, HEAD))
-            scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
-            scales = tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
-            values = _in_order(values) * scales
-        else:
-            values = _in_order(values)
-        total = tl.where(row[None, :] == one, tl.sum(tile.to(tl.float32) * values[None, :], axis=1)[:, None], total)
+    values, plain = load_inputs(x, gate, factor, 0, k, k < inner, KIND, HEAD)
+    values = _in_order(values)
+    if KIND == GATED_NORM:
+        heads = tl.reshape(_in_order(plain * plain), (INNER // HEAD, HEAD))
+        scales = (1.0 / tl.sqrt(tl.sum(heads, axis=1) / HEAD + eps))[:, None]
+        values *= tl.reshape(tl.broadcast_to(scales, (INNER // HEAD, HEAD)), (INNER,))
+    squares = tl.zeros((1,), tl.float32)
+    if KIND == NORM:
+        squares += tl.sum(plain * plain)
+    total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)[:, None]
     if KIND == NORM:
         total *= (1.0 / tl.sqrt(squares / inner + eps))[None, :]
     total = finish(total * unit, beside, BIAS, BASE, RANKS)
-    tl.store(out + row[None, :] * columns + column[:, None], total, mask=present[None, :] & here[:, None])
+    tl.store(out + column[:, None], total, mask=here[:, None])
     if WIDTH:
         slide(total, out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
@@ -190,9 +185,9 @@ def linear(
         block = OUTPUTS * 2 // size
         programs = cdiv(columns, block)
         launch(
-            _rows, (programs,), *inputs, *after,
-            rows, columns, inner, *scales,
-            BLOCK=block, INNER=width, ROWS=next_power_of_2(rows), THREADS=32 * warps,
+            _row, (programs,), *inputs, *after,
+            columns, inner, *scales,
+            BLOCK=block, INNER=width, THREADS=32 * warps,
             NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
             num_warps=warps, **before, **options,
         )  # fmt: skip
