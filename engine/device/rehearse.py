@@ -32,7 +32,7 @@ from engine.bandwidth_profile import default_profile
 from engine.device.graph import Inputs
 from engine.device.masks import Masks
 from engine.device.reduce import reduce
-from engine.experts.offload import OffloadedExperts
+from engine.experts.offload import DECODED, OffloadedExperts
 from engine.kernels import gather, launch
 from engine.layers.ops import Batch
 from engine.models.model import Cache, Model
@@ -151,8 +151,9 @@ def rehearse(
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))
             for parts in () if ahead else others(pages, live, chunk):
                 step(short, make_batch(parts, device), torch.ones(len(parts), device=device))
-        for _ in _few_slots(experts):
-            step(short, make_batch([_rows(min(64, chunk), 1)], device), torch.ones(1, device=device))
+        for few in _few_slots(experts):
+            for rows in (64,) if few > 1 else range(DECODED + 1, 2 * DECODED + 1):
+                step(short, make_batch([_rows(min(rows, chunk), 1)], device), torch.ones(1, device=device))
         for flags, copies in product((_FAR, _FAR + 4), (False, True)):
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
 
@@ -197,14 +198,15 @@ def _ways(experts: OffloadedExperts | None) -> Iterator[bool]:
     experts.prefill.ahead = None
 
 
-def _few_slots(experts: OffloadedExperts | None) -> Iterator[None]:
-    """With so few that a layer's experts come in waves, and with too few for that."""
+def _few_slots(experts: OffloadedExperts | None) -> Iterator[int]:
+    """With so few that a layer's experts come in waves, and with too few for that: then by ``DECODED`` rows, and the
+    rest."""
     if experts is None:
         return
     limit = experts.prefill.limit
     for few in (experts.pool.experts - 1, 1):
         experts.prefill.resize(min(limit, few))
-        yield
+        yield few
     experts.prefill.resize(limit)
 
 
