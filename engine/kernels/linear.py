@@ -32,7 +32,7 @@ from engine.layers.ops import Batch, Norm
 ROWS = 16
 OUTPUTS, WIDEST, SHARE = 8, 8192, 512
 """Of one row: outputs of a program; inputs at the most; and how many of these a warp has. Reads of many small programs
-keep memory busier than those of few that go on."""
+keep memory busier than those of few that go on, be it through shared memory with more on its way."""
 EVEN = 8
 """torch's product with 1,281 rows of a weight takes seven times as long as with 1,288."""
 UNIT = 8
