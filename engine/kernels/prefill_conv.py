@@ -10,7 +10,7 @@ from engine.kernels.launch import cdiv, launch
 from engine.kernels.segments import find_tile, segments_of, tiles
 from engine.layers.ops import Batch
 
-ROWS, CHANNELS = 8, 128
+ROWS, CHANNELS = 16, 128
 
 
 @triton.jit

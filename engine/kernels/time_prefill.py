@@ -92,8 +92,8 @@ class Delta:
         self.state = random(1, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM)
         self.nbytes = sum(tensor.nbytes for tensor in self.given) + self.given[2].nbytes + 2 * self.state.nbytes
 
-    def __call__(self, tiling: chunked_delta.Tiling | None = None) -> Tensor:
-        return chunked_delta.gated_delta(*self.given, self.state, self.batch, tiling=tiling)
+    def __call__(self) -> Tensor:
+        return chunked_delta.gated_delta(*self.given, self.state, self.batch)
 
 
 class Experts:
@@ -196,11 +196,9 @@ def compile_all(part: str) -> None:
 def tune(bounds: dict[str, float]) -> None:
     """Other tilings, the best first."""
     found: list[tuple[float, Timed]] = []
-    work, delta = Attention(ROWS, 20_000), Delta(ROWS)
+    work = Attention(ROWS, 20_000)
     for plan in itertools.starmap(prefill_attention.Tiling, ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3))):
         found.append((best(partial(work, plan)), Timed(f"attention {plan}", work, work.operations)))
-    for shape in itertools.starmap(chunked_delta.Tiling, ((32, 3), (32, 2), (64, 3, 8))):
-        found.append((best(partial(delta, shape)), Timed(f"delta {shape}", delta, delta.nbytes, "B")))
     for name, format in FORMATS.items():
         experts, chosen = Experts(format), grouped.TILES[name]
         experts.route(ROWS)
