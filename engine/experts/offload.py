@@ -25,14 +25,14 @@ from engine.experts.pinning import Pinned, pin
 from engine.experts.pool import Pool, Progress
 from engine.experts.prefill import Prefill
 from engine.experts.replay import Chooser
-from engine.experts.residency import MOST_PAIRS, Decision, Residency
+from engine.experts.residency import MOST_PAIRS, ONE, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels import mxfp4
 from engine.kernels.experts import Sums
 from engine.kernels.mailbox import Request, add_answer
 from engine.kernels.pointwise import route
-from engine.kernels.resolve import resolve, routes
+from engine.kernels.resolve import resolve
 from engine.layers.ops import Routing
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class OffloadedExperts:
         pinned = device.type == "cuda"
         self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
         self._routed = torch.full((pool.layers, MOST_PAIRS), -1, dtype=torch.int32, pin_memory=pinned)
-        self._shares = torch.zeros(pool.layers, dtype=torch.int32, pin_memory=pinned)
+        self._shares = torch.full((pool.layers,), ONE, dtype=torch.int32, pin_memory=pinned)  # as residency begins
         work, routed = self._work.numpy(), self._routed.numpy()[:, : self._most * ranks]
         self._told: _Told = executor.times, work, routed
         self._learnt_from: _Told = executor.times.copy(), work.copy(), routed.copy()
@@ -186,9 +186,13 @@ class OffloadedExperts:
         """All of ``route`` and ``run`` but the sum; None for rows that are not decided on at once."""
         if x.shape[0] > self._most:
             return None
-        if routes(routing):
-            return self._sums(x, routing, x.new_empty(x.shape[0], routing.k), layer)
-        return self._sums(x, *route(routing.logits, routing.k, routing.renormalize), layer)
+        ids, weights = route(routing.logits, routing.k, routing.renormalize)
+        inner, decision = self._gate_up(x, ids, weights, layer)
+        answer, layout = partial(self._answer, decision.counts), self.pool.layout
+        if mxfp4.finishes(layout):
+            arrived = self._mailbox + self.executor.layout.arrived
+            return Sums(inner, weights, decision, answer=answer, arrived=arrived, blobs=(self._slots, layout))
+        return Sums(self._down(inner, decision), weights, decision, answer=answer)
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
         y = torch.empty_like(x)
@@ -197,20 +201,11 @@ class OffloadedExperts:
         self._answer(decision.counts, y)
         return y
 
-    def _sums(self, x: Tensor, chosen: Tensor | Routing, weights: Tensor, layer: int) -> Sums:
-        inner, decision = self._gate_up(x, chosen, weights, layer)
-        answer, layout = partial(self._answer, decision.counts), self.pool.layout
-        if mxfp4.finishes(layout):
-            arrived = self._mailbox + self.executor.layout.arrived
-            return Sums(inner, weights, decision, answer=answer, arrived=arrived, blobs=(self._slots, layout))
-        return Sums(self._down(inner, decision), weights, decision, answer=answer)
-
-    def _gate_up(self, x: Tensor, chosen: Tensor | Routing, weights: Tensor, layer: int) -> tuple[Tensor, Decision]:
-        """``chosen``: ids, or where they come from; then ``weights`` are written."""
+    def _gate_up(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> tuple[Tensor, Decision]:
         decision, layout = self._decisions[x.shape[0] - 1], self.pool.layout
         request = Request(x, weights, self._mailbox, self.executor.layout)
         inner = x.new_empty(*decision.slot.shape, layout.inner)
-        resolve(self.residency, chosen, layer, decision, request)
+        resolve(self.residency, ids, layer, decision, request)
         pool = self._pinned.pointer if self._pinned else self._mailbox  # not mapped: not read from
         kernels.fetch(pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
@@ -250,7 +245,10 @@ class OffloadedExperts:
 
     def _share(self) -> None:
         """In the order of the stream. Should the last copy be still to come, it brings these: all are as right."""
-        self._shares.copy_(torch.from_numpy(self._split.now))
+        now = self._split.now
+        if np.array_equal(now, self._shares.numpy()):
+            return
+        self._shares.copy_(torch.from_numpy(now))
         self.residency.share.copy_(self._shares, non_blocking=True)
 
     def _stream(self) -> int:

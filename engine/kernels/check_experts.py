@@ -26,11 +26,10 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import ONE, Decision, Policy, Residency
 from engine.kernels import experts, experts_twin
 from engine.kernels.mailbox import Request, add_answer
-from engine.kernels.pointwise import route
-from engine.kernels.resolve import resolve, routes
+from engine.kernels.resolve import resolve
 from engine.kernels.time_experts import SHAPES, stride_of, time_all, tune
 from engine.kernels.timing import GPU
-from engine.layers.ops import CPU, Routing
+from engine.layers.ops import CPU
 
 TOLERANCE = 1e-5
 LAYERS = 3
@@ -56,18 +55,11 @@ def check_decisions(policy: Policy, steps: int, rng: random.Random) -> bool:
                 share = torch.tensor([rng.choice((0, ONE, rng.randrange(ONE))) for _ in range(LAYERS)])
                 for state in states:
                     state.share.copy_(share)
-            routing = Routing(torch.randn(rows, count, device=GPU), ranks, True)
-            by_router = step % 4 == 3 and routes(routing)
             ids = torch.tensor([_routed(rng, ranks, count) for _ in range(rows)], dtype=torch.int32)
-            if by_router:
-                ids, weights = (one.cpu() for one in route(routing.logits, ranks, True))
-            else:
-                request.weights.copy_(weights)
             residency.resolve(states[0], ids, step % LAYERS, decisions[0])
             memory.zero_()
             memory[box.done] = 1
-            resolve(states[1], routing if by_router else ids.to(GPU), step % LAYERS, decisions[1], request)
-            same &= torch.equal(request.weights.cpu(), weights)
+            resolve(states[1], ids.to(GPU), step % LAYERS, decisions[1], request)
             same &= _same(states[1], states[0]) and _same(*(_used(decision) for decision in reversed(decisions)))
             asked = bool(decisions[0].counts[1])
             words = _read(memory, box.ready, torch.zeros(9, dtype=torch.int64))

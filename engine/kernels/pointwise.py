@@ -155,56 +155,43 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> None:
 
 
 @triton.jit
-def _most(values):
-    """[rows, experts / 32, 32] -> [rows, 1, 1]: of registers, then of a warp's lanes."""
-    return tl.max(tl.max(values, axis=1), axis=1)[:, None, None]
-
-
-@triton.jit
-def choose(logits, row, logits_row, experts, k, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr):
-    """What ``route`` gives for rows [n]: ids and weights [n, 1, 32], of which the first ``k`` count. Shapes are those
-    for which Triton gives each warp rows of its own, and nothing is exchanged between warps."""
-    lane = tl.arange(0, 32)[None, None, :]
-    expert = tl.arange(0, EXPERTS // 32)[None, :, None] * 32 + lane
-    row = row.to(tl.int64)[:, None, None]
+def _route(
+    logits, ids, weights, experts, k, logits_row, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    expert, rank = tl.arange(0, EXPERTS), tl.arange(0, K)
+    wait()
     values = tl.load(logits + row * logits_row + expert, mask=expert < experts, other=float("-inf"))
-    values = tl.exp(values - _most(values))
-    every = tl.sum(tl.sum(values, axis=1), axis=1)[:, None, None]
+    values = tl.exp(values - tl.max(values))
+    every = tl.sum(values)
     # Numbers that are not negative are in the order of their bits, and maxima of integers are one instruction.
     left = tl.where(expert < experts, (values / every).to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    chosen, share = lane + (row * 0).to(tl.int32), every * 0.0 + lane * 0.0  # NaN for NaN
+    chosen, share, total = tl.zeros((K,), tl.int32), tl.zeros((K,), tl.float32), 0.0
     for turn in range(k):
-        best = _most(left)
-        winner = -_most(tl.where(left == best, -expert, 1 - experts))  # the lowest of equals
-        chosen = tl.where(lane == turn, winner, chosen)
-        share = tl.where(lane == turn, share + best.to(tl.float32, bitcast=True), share)
+        best = tl.max(left)
+        winner = tl.min(tl.where(left == best, expert, experts - 1))  # the lowest of equals
+        chosen = tl.where(rank == turn, winner, chosen)
+        share = tl.where(rank == turn, best.to(tl.float32, bitcast=True), share)
+        total += best.to(tl.float32, bitcast=True)
         left = tl.where(expert == winner, -1, left)
-    return chosen, share / tl.sum(share, axis=2)[:, :, None] if RENORMALIZE else share
-
-
-@triton.jit
-def _route(logits, ids, weights, experts, k, logits_row, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr):
-    begin()
-    row, rank = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, 32)[None, None, :]
-    wait()
-    chosen, share = choose(logits, row, logits_row, experts, k, RENORMALIZE, EXPERTS)
-    at = row.to(tl.int64)[:, None, None] * k + rank
-    tl.store(ids + at, chosen, mask=rank < k)
-    tl.store(weights + at, share, mask=rank < k)
+    if RENORMALIZE:
+        share /= total
+    share += 0.0 * every  # a NaN reaches all weights
+    tl.store(ids + row * k + rank, chosen, mask=rank < k)
+    tl.store(weights + row * k + rank, share, mask=rank < k)
 
 
 def route(logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
-    if k > 32:
-        raise ValueError(f"a row can have 32 experts at most, not {k}")
     ids = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
-    block = next_power_of_2(max(32, experts))
+    block = next_power_of_2(experts)
     if rows:
         launch(
             _route, (rows,),
             logits, ids, weights, experts, k, logits.stride(0),
-            RENORMALIZE=renormalize, EXPERTS=block, num_warps=1,
+            RENORMALIZE=renormalize, EXPERTS=block, K=next_power_of_2(k), num_warps=1,
         )  # fmt: skip
     return ids, weights
 

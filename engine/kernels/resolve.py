@@ -8,8 +8,6 @@ and victims are only looked for where something is missing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,54 +15,22 @@ from torch import Tensor
 from engine.experts.residency import ENTRIES, MOST_PAIRS, OLDEST, ONE, SHIFT, SPAN, WINDOW, Decision, Residency
 from engine.kernels.launch import begin, launch, next_power_of_2, wait
 from engine.kernels.mailbox import Request, give_x, release, store
-from engine.kernels.pointwise import choose
-from engine.layers.ops import Routing
 
 NEVER = (1 << 31) - 1
 FREE = -(1 << 31)
 CHUNK = 1024
 """Numbers of x that go to the CPU at a time."""
-WARPS, ROUTED = 4, 32
-"""Of a program; and pairs for which it chooses experts itself: of more it has no registers."""
-
-
-def routes(routing: Routing) -> bool:
-    """Whether ``resolve`` can begin with choosing experts: the pairs are no more than a program takes, with all sizes
-    powers of two."""
-    return next_power_of_2(routing.logits.shape[0]) * next_power_of_2(routing.k) <= ROUTED
-
-
-@triton.jit
-def _chosen(
-    logits, weights, logits_row, rows, experts, k,
-    ROWS: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Pairs, with room for K of each of ROWS: where they are, whether they are, expert and weight."""
-    COPIES: tl.constexpr = 1 if ROWS >= WARPS else WARPS // ROWS  # each warp has rows of its own
-    row = tl.minimum(tl.arange(0, COPIES * ROWS) % ROWS, rows - 1)
-    expert, weight = choose(logits, row, logits_row, experts, k, RENORMALIZE, EXPERTS)
-    lead = (tl.arange(0, COPIES * ROWS)[:, None, None] < ROWS) & (tl.arange(0, 32)[None, None, :] < K)
-    expert, weight = tl.where(lead, expert, 0), tl.where(lead, weight, 0.0)
-    expert = tl.sum(tl.sum(tl.reshape(expert, (COPIES, ROWS, 32 // K, K)), axis=2), axis=0)
-    weight = tl.sum(tl.sum(tl.reshape(weight, (COPIES, ROWS, 32 // K, K)), axis=2), axis=0)
-    expert, weight = tl.reshape(expert, (ROWS * K,)), tl.reshape(weight, (ROWS * K,))
-    pair = tl.arange(0, ROWS * K)
-    here = (pair // K < rows) & (pair % K < k)
-    pair = pair // K * k + pair % K
-    tl.store(weights + pair, weight, mask=here)
-    return pair, here, tl.where(here, expert, -1), weight
 
 
 @triton.jit(do_not_specialize=["layer", "value_of_request"])
 def _resolve(
-    ids, logits, logits_row, rows, ranks, slot_of, owner, value, clock, hand, counters, work, share, pace, bump,
+    ids, slot_of, owner, value, clock, hand, counters, work, share, pace, bump,
     part_bytes, limit, routed, lacks, slot_out, parts_out, plan_out, fetch_out, counts_out,
     layer, experts, slots, pairs,
     x, weights, to_ready, to_done, to_x, to_plan, to_weights, size, value_of_request,
     PARTS: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
     SHIFT: tl.constexpr, ENTRIES: tl.constexpr, OLDEST: tl.constexpr, HALF: tl.constexpr, FREE: tl.constexpr,
     NEVER: tl.constexpr, CHUNK: tl.constexpr, GIVES: tl.constexpr, ON_DEVICE: tl.constexpr,
-    ROWS: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     begin()
     place = tl.arange(0, WINDOW)
@@ -77,16 +43,11 @@ def _resolve(
     slot = start + place
     slot = tl.where(slot >= usable, slot - usable, slot)
     holds = tl.load(owner + slot, mask=place < usable, other=-1)
-    if K:
-        pair, here, expert, rank_weights = _chosen(
-            logits, weights, logits_row, rows, experts, ranks, ROWS, K, EXPERTS, RENORMALIZE, WARPS
-        )
-    else:
-        pair = tl.arange(0, PAIRS)
-        here = pair < pairs
-        expert = tl.load(ids + pair, mask=here, other=-1)
-        if GIVES:
-            rank_weights = tl.load(weights + pair, mask=here)
+    pair = tl.arange(0, PAIRS)
+    here = pair < pairs
+    expert = tl.load(ids + pair, mask=here, other=-1)
+    if GIVES:
+        rank_weights = tl.load(weights + pair, mask=here)
     valid = expert >= 0
     flat = layer * experts + expert
     found = tl.load(slot_of + flat, mask=valid, other=-1)
@@ -186,31 +147,21 @@ def _resolve(
 
 
 def resolve(
-    state: Residency, chosen: Tensor | Routing, layer: int, decision: Decision, request: Request | None = None
+    state: Residency, ids: Tensor, layer: int, decision: Decision, request: Request | None = None
 ) -> None:  # fmt: skip
     """As the function of the same name in engine.experts.residency, for contiguous tensors on the device. With a
-    ``request`` the CPU is asked for its part, where it has one: ``done`` is 1 until then. With ``Routing`` ids and the
-    request's weights are what ``Ops.route`` gives."""
-    pairs, ranks = decision.slot.numel(), decision.slot.shape[1]
-    given: tuple[object, ...] = (chosen, chosen, 0, 0, 0)
-    options: dict[str, Any] = {"ROWS": 0, "K": 0, "EXPERTS": 0, "RENORMALIZE": False}
-    if isinstance(chosen, Routing):
-        logits = chosen.logits
-        given = (logits, logits, logits.stride(0), logits.shape[0], ranks)
-        options = {
-            "ROWS": next_power_of_2(logits.shape[0]), "K": next_power_of_2(ranks),
-            "EXPERTS": next_power_of_2(max(32, logits.shape[1])), "RENORMALIZE": chosen.renormalize,
-        }  # fmt: skip
-    asked: tuple[object, ...] = (state.owner, state.owner, 0, 0, 0, 0, 0, 0, 0)
+    ``request`` the CPU is asked for its part, where it has one; ``done`` is 1 until then."""
+    pairs = ids.numel()
+    asked: tuple[object, ...] = (ids, ids, 0, 0, 0, 0, 0, 0, 0)
     if request is not None:
         asked = (request.x, request.weights, *request.addresses, request.x.numel(), request.number(layer))
     launch(
         _resolve, (1,),
-        *given, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work,
-        state.share, state.pace, state.bump, state.part_bytes, state.limit, state.routed, state.lacks,
+        ids, state.slot_of, state.owner, state.value, state.clock, state.hand, state.counters, state.work, state.share,
+        state.pace, state.bump, state.part_bytes, state.limit, state.routed, state.lacks,
         decision.slot, decision.gpu_parts, decision.plan, decision.fetch, decision.counts,
         layer, state.experts, state.slots, pairs, *asked,
         PARTS=state.parts, PAIRS=next_power_of_2(pairs), MOST=MOST_PAIRS, WINDOW=WINDOW, SPAN=SPAN, SHIFT=SHIFT,
         ENTRIES=ENTRIES, OLDEST=OLDEST, HALF=ONE // 2, FREE=FREE, NEVER=NEVER, CHUNK=CHUNK,
-        GIVES=request is not None, ON_DEVICE=state.owner.is_cuda, WARPS=WARPS, num_warps=WARPS, **options,
+        GIVES=request is not None, ON_DEVICE=ids.is_cuda, num_warps=4,
     )  # fmt: skip

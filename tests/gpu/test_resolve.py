@@ -15,9 +15,7 @@ from engine.experts.executor import MailboxLayout
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import ONE, Decision, Policy, Residency
 from engine.kernels.mailbox import Request
-from engine.kernels.pointwise import route
-from engine.kernels.resolve import resolve, routes
-from engine.layers.ops import Routing
+from engine.kernels.resolve import resolve
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(FORMATS["mxfp4"], 32, 160)
@@ -72,27 +70,23 @@ def test_the_device_decides_as_the_reference(rows: int, ranks: int, experts: int
 
 
 @pytest.mark.parametrize(("rows", "ranks", "experts"), [(1, 8, 40), (2, 1, 5), (3, 6, 33)])
-def test_it_can_begin_with_the_routers_and_asks_the_cpu(rows: int, ranks: int, experts: int) -> None:
+def test_it_asks_the_cpu(rows: int, ranks: int, experts: int) -> None:
     states = [Residency.create(LAYOUT, 3, experts, 20, CPU) for _ in range(2)]
     decisions = [Decision.create(rows, ranks, CPU) for _ in range(2)]
     box, generator = MailboxLayout(rows, ranks, 32), torch.Generator().manual_seed(rows)
     for step in range(4):
         for state in states:
             state.share.fill_(ONE if step == 3 else ONE // 3)
-        x, logits = torch.randn(rows, 32, generator=generator), torch.randn(rows, experts + 3, generator=generator)
-        routing = Routing(logits[:, :experts], ranks, True)
-        ids, weights = route(routing.logits, ranks, True)
-        mailbox, chosen = torch.zeros(box.nbytes, dtype=torch.uint8), torch.empty(rows, ranks)
-        assert routes(routing)
+        x, weights = torch.randn(rows, 32, generator=generator), torch.rand(rows, ranks, generator=generator)
+        ids = torch.rand(rows, experts, generator=generator).topk(ranks, dim=1).indices.int()
+        mailbox = torch.zeros(box.nbytes, dtype=torch.uint8)
         residency.resolve(states[0], ids, step % 3, decisions[0])
-        resolve(states[1], routing, step % 3, decisions[1], Request(x, chosen, mailbox.data_ptr(), box))
+        resolve(states[1], ids, step % 3, decisions[1], Request(x, weights, mailbox.data_ptr(), box))
         assert_equal(states[1], states[0])
         assert_equal(decisions[1], decisions[0], skip=["fetch"])
-        assert torch.equal(chosen, weights)
         if decisions[0].counts[1]:
             for offset, sent in ((box.x, x), (box.plan, decisions[0].plan), (box.weights, weights)):
                 assert torch.equal(mailbox[offset : offset + sent.nbytes].view(sent.dtype), sent.flatten())
             assert int(mailbox[box.ready]) == step % 3 + 1
         else:
             assert not mailbox.any()  # the device writes nothing to host memory that nobody reads
-    assert not routes(Routing(torch.empty(16, 256), 8, True))
