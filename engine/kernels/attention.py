@@ -26,14 +26,14 @@ from engine.layers.ops import Batch, Norm
 class Tiling:
     """``split``: keys of a range, whole pages; ``short_split`` for rows of up to ``short`` keys, which would give a GPU
     too few ranges. ``tile``: keys in one step of a range; divides a page. ``stages`` is for 16-bit pages; two of
-    float32 would not fit into every GPU's shared memory."""
+    float32 would not fit into every GPU's shared memory. One leaves most room to the kernels before and behind."""
 
     split: int = 4 * PAGE
     short_split: int = PAGE
     short: int = 64 * PAGE
     tile: int = 32
     warps: int = 4
-    stages: int = 3
+    stages: int = 1
 
 
 TILING = Tiling()
@@ -49,18 +49,23 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def dot(a, b, total):
-    """total + a @ b, where one is float32 and the other of any float type, to about float32."""
-    if a.dtype == b.dtype:
-        total = tl.dot(a, b, total, input_precision="ieee")
-    elif a.dtype == tl.float32:
-        high = a.to(b.dtype)
-        total = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, total)
-        total = tl.dot(high, b, total)
+def _cut(x, type: tl.constexpr):
+    """float32 as the sum of two of a narrower type, which stand below each other: [2 * rows, columns]."""
+    if type == tl.float32:
+        result = x
     else:
-        high = b.to(a.dtype)
-        total = tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), total)
-        total = tl.dot(a, high, total)
+        high = x.to(type)
+        both = tl.join(high, (x - high.to(tl.float32)).to(type))
+        result = tl.reshape(tl.permute(both, (2, 0, 1)), (2 * x.shape[0], x.shape[1]))
+    return result
+
+
+@triton.jit
+def _product(cut, other, ROWS: tl.constexpr):
+    """What ``_cut`` gave of ROWS rows times ``other``, to about float32."""
+    total = tl.dot(cut, other, input_precision="ieee")
+    if cut.shape[0] > ROWS:
+        total = tl.sum(tl.reshape(total, (2, ROWS, other.shape[1])), axis=0)
     return total
 
 
@@ -113,6 +118,7 @@ def _ranges(
     here = (member < group)[:, None] & (dim < head_dim)[None, :]
     at = (first_row + local).to(tl.int64) * heads + head
     queries = tl.load(q + at[:, None] * head_dim + dim[None, :], mask=here, other=0.0) * scale
+    queries = _cut(queries, k_pages.dtype.element_ty)
     for split in range(tl.program_id(2), tl.cdiv(length, size), tl.num_programs(2)):
         origin = split * size
         best = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -129,13 +135,13 @@ def _ranges(
             values = tl.load(
                 v_pages + token[:, None] + dim[None, :], mask=inside[:, None] & (dim < head_dim)[None, :], other=0.0
             )
-            scores = dot(queries, keys, tl.zeros((GROUP, TILE), tl.float32))
+            scores = _product(queries, keys, GROUP)
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, axis=1))
             shares = tl.exp2(scores - new_best[:, None])
             fade = tl.exp2(best - new_best)
             total = total * fade + tl.sum(shares, axis=1)
-            mixed = dot(shares, values, mixed * fade[:, None])
+            mixed = mixed * fade[:, None] + _product(_cut(shares, values.dtype), values, GROUP)
             best = new_best
         to = (local * heads + head) * splits + split
         tl.store(highest + to, best, mask=member < group)
@@ -196,7 +202,8 @@ def attention(
             q, k_pages, v_pages, batch.segments, batch.page_table, partial, highest, sums,
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, TILE=tiling.tile, **sizes,
-            GROUP=max(16, next_power_of_2(heads // kv_heads)), DIM=dim, LINE=min(dim, LINE // k_pages.element_size()),
+            GROUP=max(4 * k_pages.element_size(), next_power_of_2(heads // kv_heads)), DIM=dim,
+            LINE=min(dim, LINE // k_pages.element_size()),
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         launch(

@@ -408,6 +408,6 @@ def finish(
         gate_up, gate_up[:, inner:], gate_up.stride(0), gate, gate.stride(0), matrix, unit, base, out,
         arrived, slots.shape[1] // 4, layout.hidden, inner,
         WHOLE=whole, WIDE=count // MOST_PARTS, RANKS=ranks, INNER=next_power_of_2(inner),
-        **_constants(h, FINISH, ranks * count) | {"COUNT": count},
+        **_constants(h, FINISH, ranks * count) | {"COUNT": count}, **registers(rows),
     )  # fmt: skip
     return out
