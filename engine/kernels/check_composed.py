@@ -190,7 +190,7 @@ PLANS = (
     attention.Tiling(),
     *itertools.starmap(
         lambda short, tile, warps, stages: attention.Tiling(short_split=short, tile=tile, warps=warps, stages=stages),
-        ((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 4, 3), (128, 64, 4, 2), (256, 32, 4, 3)),
+        ((64, 32, 4, 3), (64, 32, 8, 2), (64, 64, 8, 1), (64, 32, 8, 1), (128, 32, 4, 1), (256, 32, 4, 1)),
     ),
 )
 
