@@ -26,7 +26,7 @@ LOW = tl.constexpr(2048)
 """What an input's rest is multiplied by, so that float16 holds it."""
 PIECE = 1024
 """Inputs of a program of the first kernel, but of NORM, where it has a whole row."""
-OUTPUTS, BYTES, STAGES = 64, 128, 6
+OUTPUTS, BYTES, STAGES = 64, 256, 4
 """Outputs of a program, and how many bytes of an output's weights are a block; blocks on their way and at work."""
 AHEAD = 512
 """Bytes of an output's weights that a program asks for before it waits."""
