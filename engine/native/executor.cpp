@@ -28,7 +28,7 @@ void store_line(std::uint64_t* line, std::uint64_t value) { __atomic_store_n(lin
 // thread gets some of the same size, as whoever is done early goes on with down. Down's become smaller towards the end,
 // where all should be done together, down to a unit of so many panels.
 constexpr int kTasksPerThread = 4;
-constexpr std::int64_t kUnit = 4;
+constexpr std::int64_t kUnit = 2;
 constexpr std::int64_t kGatheredBlocks = 16;
 // Weights are asked for so many bytes before they are needed, and more of them by a task that waits for activations.
 constexpr std::int64_t kAhead = 8192, kWarm = 16384;
@@ -190,14 +190,16 @@ void Executor::make_tasks(std::int64_t rows) {
   for (std::int64_t group = 0; group < groups; ++group) {
     for (std::int64_t part = groups_[group].first_part; part < spec_.parts; ++part) {
       left_of(group, part).store(width(part) / kHalf, std::memory_order_relaxed);
-      add_tasks(Kind::gate_up, group, part, width(part) / kHalf, ceil_div(width(part) / kHalf, most));
+      add_tasks(Kind::gate_up, group, part, 0, width(part) / kHalf, ceil_div(width(part) / kHalf, most));
     }
   }
   const std::int64_t units = ceil_div(panels(), kUnit);
   for (std::int64_t i = 0; i < units; ++i) downs_left_[i].tasks.store(groups, std::memory_order_relaxed);
   for (std::int64_t group = 0; group < groups; ++group) {
-    const std::int64_t share = std::max<std::int64_t>(1, (groups - group - 1) * panels() / threads_.size());
-    add_tasks(Kind::down, group, 0, units, std::min(units, ceil_div(panels(), share)));
+    const std::int64_t later = (groups - group - 1) * panels() / threads_.size(), pairs = later > 0 ? 0 : units * 3 / 8;
+    const std::int64_t share = later > 0 ? ceil_div(panels(), later) : units;
+    add_tasks(Kind::down, group, 0, 0, 2 * pairs, pairs);
+    add_tasks(Kind::down, group, 0, 2 * pairs, units, std::min(units, share));
   }
 }
 
@@ -221,23 +223,26 @@ void Executor::make_gathers(std::int64_t rows) {
   for (const Gather& gather : gathers_) all += gather.size * blocks;
   const std::int64_t most = std::max(kGatheredBlocks, all / (kTasksPerThread * threads_.size()));
   for (std::size_t of = 0; of < gathers_.size(); ++of) {
-    add_tasks(Kind::gather, of, 0, blocks, std::min(blocks, ceil_div(gathers_[of].size * blocks, most)));
+    add_tasks(Kind::gather, of, 0, 0, blocks, std::min(blocks, ceil_div(gathers_[of].size * blocks, most)));
   }
   gathers_left_.tasks.store(task_count_, std::memory_order_relaxed);
 }
 
-void Executor::add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t count, std::int64_t pieces) {
+void Executor::add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t begin, std::int64_t end,
+                         std::int64_t pieces) {
+  if (begin == end) return;
   const auto small = [](std::int64_t x) { return static_cast<std::int32_t>(x); };
-  const std::int64_t step = ceil_div(count, pieces);
-  tasks_.push_back({small(task_count_), small(of), small(count), small(step), kind, static_cast<std::int8_t>(part)});
-  task_count_ += ceil_div(count, step);
+  const std::int64_t step = ceil_div(end - begin, pieces);
+  tasks_.push_back({small(task_count_), small(of), small(begin), small(end), small(step), kind,
+                    static_cast<std::int8_t>(part)});
+  task_count_ += ceil_div(end - begin, step);
 }
 
 Executor::Task Executor::task_of(std::int64_t number) const {
   const auto later = [](std::int64_t wanted, const Tasks& tasks) { return wanted < tasks.first; };
   const Tasks& tasks = std::upper_bound(tasks_.begin(), tasks_.end(), number, later)[-1];
-  const std::int64_t begin = (number - tasks.first) * tasks.step;
-  return {tasks.kind, tasks.of, tasks.part, begin, std::min<std::int64_t>(begin + tasks.step, tasks.count)};
+  const std::int64_t begin = tasks.begin + (number - tasks.first) * tasks.step;
+  return {tasks.kind, tasks.of, tasks.part, begin, std::min<std::int64_t>(begin + tasks.step, tasks.end)};
 }
 
 void Executor::gather(const Task& task, const float* x) {
@@ -271,8 +276,9 @@ void Executor::product(const Activations& tiles, const float* row, std::int64_t 
   if (products_ != nullptr) {
     if (fresh) std::fill_n(c, count * outputs, 0.0f);
     Integers a = tiles.integers(first, size, column);
-    a.ahead = asks_ ? kAhead : 0, a.end = stretch.end;
-    a.jump = stretch.next == nullptr ? -kAhead : stretch.next - stretch.end;  // to what is there, or to the next one
+    const std::int64_t ahead = std::min(kAhead, stretch.end - panels);
+    a.ahead = asks_ ? ahead : 0, a.end = stretch.end;
+    a.jump = stretch.next == nullptr ? -ahead : stretch.next - stretch.end;  // to what is there, or to the next one
     products_->dots[size - 1](a, panels, depth, count, c);
     return;
   }

@@ -76,9 +76,9 @@ class Executor {
     Kind kind;
     std::int64_t of, part, begin, end;
   };
-  // The tasks from number `first` on: of so many blocks, panels or units each has `step`, the last one the rest.
+  // The tasks from number `first` on: of blocks, panels or units [begin, end) each has `step`, the last one the rest.
   struct Tasks {
-    std::int32_t first, of, count, step;
+    std::int32_t first, of, begin, end, step;
     Kind kind;
     std::int8_t part;
   };
@@ -112,7 +112,8 @@ class Executor {
   void put_inner(const Group& group, std::int64_t unit);
   void down(const Task& task, std::int64_t layer);
   void combine(std::int64_t unit, std::int64_t rows, const float* weights, float* y) const;
-  void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t count, std::int64_t pieces);
+  void add_tasks(Kind kind, std::int64_t of, std::int64_t part, std::int64_t begin, std::int64_t end,
+                 std::int64_t pieces);
   Task task_of(std::int64_t number) const;
   void product(const Activations& tiles, const float* row, std::int64_t first, int size, std::int64_t column,
                const char* panels, std::int64_t depth, std::int64_t count, const Stretch& stretch, bool fresh,

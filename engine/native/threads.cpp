@@ -91,8 +91,6 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-bool ThreadPool::wanted() const { return stopping_.load() || any_left(next_.load()); }
-
 void ThreadPool::drain(int thread) {
   std::int64_t done = 0;
   for (std::uint64_t next; any_left(next = next_.fetch_add(1, std::memory_order_acq_rel)); ++done) {
@@ -103,27 +101,31 @@ void ThreadPool::drain(int thread) {
 
 void ThreadPool::work(int thread) {
   FlushDenormals flush;
-  while (!stopping_.load()) {
-    const unsigned roused = roused_.load();
-    for (int spin = 0; spin < spins_ && !any_left(next_.load(std::memory_order_acquire)); ++spin) {
+  for (unsigned seen = 0; !stopping_.load();) {
+    for (int spin = 0; spin < spins_ && calls_.load(std::memory_order_acquire) == seen; ++spin) {
       if (stopping_.load(std::memory_order_relaxed)) return;
       pause();
     }
-    if (!wanted()) {
+    if (calls_.load() == seen) {
       std::unique_lock<std::mutex> lock(mutex_);
       parked_.fetch_add(1);
       // Woken too late for a job, it looks for the next one before it sleeps again.
-      if (!wanted() && roused_.load() == roused) wake_.wait(lock);
+      if (calls_.load() == seen && !stopping_.load()) wake_.wait(lock);
       parked_.fetch_sub(1);
     }
+    seen = calls_.load();
     if (any_left(next_.load(std::memory_order_acquire))) drain(thread);
   }
 }
 
 void ThreadPool::rouse() {
+  if (parked_.load() > 0) announce();
+}
+
+void ThreadPool::announce() {
+  calls_.fetch_add(1);
   if (parked_.load() == 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  roused_.fetch_add(1);
   wake_.notify_all();
 }
 
@@ -137,7 +139,7 @@ void ThreadPool::run_erased(std::int64_t tasks, Call call, const void* body) {
   body_ = body;
   left_.store(tasks, std::memory_order_relaxed);
   next_.store(static_cast<std::uint64_t>(tasks) << 32);
-  rouse();
+  announce();
   drain(0);
   wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
 }

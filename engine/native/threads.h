@@ -77,16 +77,17 @@ class ThreadPool {
   void run_erased(std::int64_t tasks, Call call, const void* body);
   void work(int thread);
   void drain(int thread);
+  void announce();
   void stop();
-  bool wanted() const;
 
   std::atomic<int> spins_;
   // tasks << 32 | the next one, in a cache line of their own. A thread that gets a number below `tasks` has a task of
   // the job that runs now, which cannot end without it; a job never waits for a worker that has not woken up yet.
   alignas(64) std::atomic<std::uint64_t> next_{0};
   alignas(64) std::atomic<std::int64_t> left_{0};
+  // Jobs and calls of rouse so far. Idle workers look here, not where others take tasks.
+  alignas(64) std::atomic<unsigned> calls_{0};
   alignas(64) std::atomic<int> parked_{0};
-  std::atomic<unsigned> roused_{0};
   std::atomic<bool> stopping_{false};
   Call call_ = nullptr;
   const void* body_ = nullptr;
