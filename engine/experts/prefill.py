@@ -102,7 +102,8 @@ class Prefill:
         return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int, base: Tensor | None = None) -> Tensor:
-        """As ``Ops.experts``; contiguous tensors, a call's layers in order. Added to ``base``, in its memory."""
+        """As ``Ops.experts``, x of 16 bits or 32; contiguous tensors, a call's layers in order. Added to ``base``, in
+        its memory."""
         residency, rows, at = self._residency, x.shape[0], self._where
         if layer == _PROBED:
             self._probe.mark("begin")
@@ -119,7 +120,8 @@ class Prefill:
         if takes:
             self._ask(x, ids, weights, layer)
 
-        y, last = torch.empty_like(x) if base is None else base, 0 if streams else -(-self._pool.experts // self._room)
+        y = torch.empty_like(x, dtype=torch.float32) if base is None else base
+        last = 0 if streams else -(-self._pool.experts // self._room)
         for wave in range(last + 1):
             coming = self._bring(counts, layer, at[(wave + 1) % 2], first=wave == 0) if wave < last else None
             self._side.join(come)

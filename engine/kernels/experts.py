@@ -275,7 +275,7 @@ def _publish(
     at = program * COPY + tl.arange(0, COPY)
     wait()
     if tl.load(counts + 1) > 0:
-        store(to_x, at, tl.load(x + at, mask=at < size), at < size)
+        store(to_x, at, tl.load(x + at, mask=at < size).to(tl.float32), at < size)
         if program == 0:
             tl.store(to_done.to(tl.pointer_type(tl.int64)), tl.full((), 0, tl.int64))
             store(to_plan, both, tl.load(plan + both, mask=both < 2 * pairs), both < 2 * pairs)
@@ -293,8 +293,8 @@ def _publish(
 def publish(
     x: Tensor, weights: Tensor, decision: Decision, layer: int, arrivals: Tensor, mailbox: int, layout: Mailbox
 ) -> None:  # fmt: skip
-    """Give the CPU its part of many rows: ``done`` = 0, x [rows, hidden], plan and weights, then ``ready``; without
-    work for it, ``done`` = 1. ``arrivals`` int32 [1]: zero between calls."""
+    """Give the CPU its part of many rows: ``done`` = 0, x [rows, hidden] as float32, plan and weights, then ``ready``;
+    without work for it, ``done`` = 1. ``arrivals`` int32 [1]: zero between calls."""
     request, pairs = Request(x, weights, mailbox, layout), decision.slot.numel()
     launch(
         _publish, (cdiv(x.numel(), COPY),),

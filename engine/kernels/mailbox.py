@@ -65,7 +65,7 @@ def store(address, at, values, mask):
 def give_x(x, to_x, size, CHUNK: tl.constexpr):
     for start in range(0, size, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        store(to_x, at, tl.load(x + at, mask=at < size), at < size)
+        store(to_x, at, tl.load(x + at, mask=at < size).to(tl.float32), at < size)
 
 
 @triton.jit
