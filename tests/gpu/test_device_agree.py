@@ -7,6 +7,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_support import TwinOps, machine, round_experts, use_twins
@@ -15,6 +16,9 @@ from torch import Tensor
 from engine.api import Sampling
 from engine.checkpoint import write_tiny
 from engine.device import agree, check_serve, check_soak, findings, served
+from engine.kernels import products
+from engine.kernels.linear import DeviceWeight
+from engine.kernels.ops import DeviceOps
 from engine.runner import Rows, Runner, make_batch
 
 LAYERS = 4
@@ -40,12 +44,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compared(
-    model: Path, first: Callable[[Runner], None] = lambda _: None
+    model: Path, first: Callable[[Runner], None] = lambda _: None, ops: type[DeviceOps] = TwinOps
 ) -> tuple[dict[str, agree.Errors], dict[str, agree.Known]]:
     said = {name: (served.prompt(at, size, 90), served.prompt(9, 5, 90)) for at, (name, size) in enumerate(SIZES)}
     there = agree.known(model, said, LAYERS)
     led = agree.Led(there, torch.device("cpu"))
-    with led.routers(TwinOps), served.served(model, machine(), **DEVICE, **ROOM) as made:
+    with led.routers(ops), served.served(model, machine(), **DEVICE, **ROOM) as made:
         first(made.scheduler.runner)
         led.listen(made.scheduler.runner)
         for name, (prompt, answer) in said.items():
@@ -94,6 +98,32 @@ def test_small_errors_turn_choices_and_are_no_fault(
     for kind, one in errors.items():
         one.tell(kind)
     assert not wrong
+
+
+@pytest.mark.deep
+def test_prompts_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves, and what lies between them in float16 as on a GPU: experts of the CPU and all."""
+
+    def half(weight: DeviceWeight, device: torch.device) -> torch.dtype:
+        return torch.float16
+
+    def multiplied(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, **options: Any) -> Tensor:
+        short = options.pop("short", False)
+        out = multiply(x.float(), weight, bias, **options)
+        return out.half() if short else out
+
+    multiply = products.multiply
+    monkeypatch.setattr(products, "_half", half)
+    monkeypatch.setattr(products, "multiply", multiplied)
+    monkeypatch.setattr("engine.experts.prefill.streams", lambda *_: False)  # the CPU has its share
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = write_tiny("qwen3_5_moe", tmp_path / "model", layers=LAYERS)
+    round_experts(made, "int8")
+    errors, _ = compared(made, ops=DeviceOps)
+    for one in errors.values():
+        assert (
+            max(one.logits) < agree.TYPICAL and max(float(np.median(scores)) for scores in one.scores) < agree.TYPICAL
+        )
 
 
 def test_a_fault_of_one_kind_of_step_fails_the_check(
