@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -22,7 +21,9 @@ from rich.table import Table
 from engine.api import EngineConfig
 from engine.bandwidth import matmul_probe, read_probe
 from engine.bench_model import ModelRun
-from engine.bench_stack import SHAPES, Cost, Progress, Stack
+from engine.bench_shapes import SHAPES
+from engine.bench_stack import Cost, CountedOps, Stack
+from engine.models.model import Progress
 from engine.native.library import NativeLibraryError
 from engine.native.ops import NativeOps
 from engine.weights.errors import CheckpointError
@@ -135,7 +136,7 @@ def time_model(options: argparse.Namespace, ops: NativeOps, console: Console) ->
     return Report.of(options.what, options.model.name, ops, tokens, median(times), cost, yardsticks.limits())
 
 
-def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) -> Report:
+def time_stack(options: argparse.Namespace, ops: CountedOps, console: Console) -> Report:
     """The median step of a random stack; decode: one token of every sequence, prefill: one chunk of one."""
     decode = options.what == "decode"
     sequences, rows = (options.sequences, 1) if decode else (1, options.tokens)
@@ -144,15 +145,11 @@ def time_stack(options: argparse.Namespace, ops: NativeOps, console: Console) ->
 
     yardsticks = Yardsticks(ops)
     context = options.context + (repeats + 1) * rows
-    stack = Stack(ops, SHAPES[options.shape], options.layers, sequences, context, dtype, progress(console))
+    stack = Stack(ops, options.shape, options.layers, sequences, context, dtype, progress(console))
     times, costs = [], []
-    generator = torch.Generator().manual_seed(2)
     for repeat in range(repeats + 1):
-        batch = stack.batch(rows, options.context + repeat * rows)
-        x = torch.randn(sequences * rows, stack.shape.hidden, generator=generator)
-        start = time.perf_counter()
-        _, cost = stack.step(x, batch)
-        times.append(time.perf_counter() - start)
+        seconds, cost = stack.step(rows, options.context + repeat * rows)
+        times.append(seconds)
         costs.append(cost)
         if repeat % (PROBE_EVERY if decode else 1) == 0:
             yardsticks.sample()
@@ -192,7 +189,7 @@ def add_options(chosen: argparse._SubParsersAction[argparse.ArgumentParser], wha
         "--shape", choices=sorted(SHAPES), default="qwen3.6", help="sizes of the random stack (default: %(default)s)"
     )
     parser.add_argument(
-        "--layers", type=int, default=4, help="layers of the random stack, 1.7 GB of memory each (default 4)"
+        "--layers", type=int, default=4, help="layers of the random stack, each 1.7 GB of memory in qwen3.6 (default 4)"
     )
     parser.add_argument("--tokens", type=int, default=512, help="tokens per prefill chunk (default 512)")
     parser.add_argument("--sequences", type=int, default=1, help="sequences decoded at once (default 1)")
@@ -228,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(stderr=True)
     try:
-        ops = NativeOps(options.instruction_set, options.threads)
+        ops = CountedOps(options.instruction_set, options.threads)
         report = (time_stack if options.model is None else time_model)(options, ops, console)
     except (NativeLibraryError, CheckpointError, ValueError) as error:
         print(f"ft bench {options.what}: {error}", file=sys.stderr)

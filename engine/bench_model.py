@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from engine.api import EngineConfig, Failed, Request, Sampling, Tokens
-from engine.bench_stack import Cost, Progress
+from engine.bench_stack import Cost
 from engine.loading import CHUNK
 from engine.models.fields import read_config
+from engine.models.model import Progress
 from engine.scheduler import Scheduler
 from engine.weights.shards import Shards
 
