@@ -26,7 +26,7 @@ BACKENDS: Mapping[str, Mapping[Phase, str]] = {
 }
 """The modules whose ``attention`` it is. They are imported where they are chosen."""
 AUTO: Mapping[Phase, str] = {"prefill": "triton", "decode": "triton"}
-"""Measured on an H200 (``engine.device.check_attention``): cuDNN has 1.2 times the rate of Triton's kernel for 8,192
+"""Measured on an H200: cuDNN has 1.2 times the rate of Triton's kernel for 8,192
 rows behind 60,000 keys, as much for fewer, and takes two seconds to get ready in each process."""
 
 

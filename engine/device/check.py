@@ -35,21 +35,20 @@ class Part:
 
 
 PARTS = {
-    "kernels": Part("model kernels against their torch twins, and their speed", ("engine.kernels.check",), 240, False),
-    "prefill": Part("prefill kernels, likewise", ("engine.kernels.check_prefill",), 300, False),
+    "kernels": Part("model kernels against their torch twins", ("engine.kernels.check",), 240, False),
+    "prefill": Part("prefill kernels, likewise, and their speed", ("engine.kernels.check_prefill",), 300, False),
     "experts": Part("expert kernels and residency, likewise", ("engine.kernels.check_experts",), 240),
     "decode": Part(
         "a decode step with all experts on the device: its kernels, and with and without early launches",
         ("engine.device.check_decode",), 180,
     ),
-    "attention": Part("backends of attention beside each other", ("engine.device.check_attention",), 120, False),
-    "masks": Part("grammar masks, and what they cost a step", ("engine.device.check_masks",), 120, False),
     "handshake": Part(
-        "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60
+        "what it takes to reach the CPU from a graph", ("engine.device.check_offload", "handshake", "{library}"), 60,
+        False,
     ),
     "arena": Part("moving the border between slots, pages and states", ("engine.device.check_arena",), 60, False),
     "executor": Part(
-        "CPU experts on real threads", ("engine.device.check_offload", "executor", "{library}"), 120
+        "CPU experts on real threads", ("engine.device.check_offload", "executor", "{library}"), 60, False
     ),
     "layer": Part(
         "an offloaded layer against all experts on the device",
@@ -58,11 +57,6 @@ PARTS = {
     ),
     "prefill-layers": Part(
         "calls of many rows over offloaded experts", ("engine.device.check_offload", "prefill", "{library}"), 180
-    ),
-    "step": Part(
-        "a whole decode step as one graph, against all experts on the device",
-        ("engine.device.check_offload", "step", "{library}"),
-        180,
     ),
     "checkpoints": Part(
         "pages and states to host memory and back, against the link",

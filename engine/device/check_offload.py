@@ -12,12 +12,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from engine.api import PAGE
-from engine.bandwidth import read_probe
-from engine.bench_shapes import RandomSource, qwen36
 from engine.device.driver import CudaDriver
 from engine.device.findings import report, verdict
-from engine.device.graph import DecodeSteps
 from engine.experts import waves as reference
 from engine.experts.executor import Executor
 from engine.experts.layout import FORMATS, Layout
@@ -27,18 +23,11 @@ from engine.experts.residency import Residency
 from engine.experts.split import Split
 from engine.experts.waves import TAIL, Fetches, Waves
 from engine.kernels import waves as kernels
-from engine.kernels.experts import Sums
-from engine.kernels.ops import DeviceExperts, DeviceOps, add_to, sums_of
 from engine.kernels.resident import ResidentExperts
-from engine.layers.loader import Loader
-from engine.layers.ops import Routing
-from engine.models.qwen3_5_moe import Qwen35Moe
 from engine.native.library import load_library, supported_instruction_sets
-from engine.native.ops import NativeOps
-from engine.runner import Rows, Runner
 
 GPU = torch.device("cuda")
-TOLERANCE = {"layer": 1e-4, "step": 1e-2, "prefill": 1e-2}
+TOLERANCE = {"layer": 1e-4, "prefill": 1e-2}
 """Relative error of the whole result against experts that are all on the device."""
 _ROUND_TRIPS = 200
 
@@ -118,13 +107,7 @@ def graph_times(work: Callable[[], object], count: int, repeats: int) -> list[fl
 
 
 def executor(library: Path, quick: bool) -> None:
-    """Right for every instruction set; then as fast as memory?"""
-    reads = NativeOps(library=library)
-    probe = read_probe(reads)
-    for _ in range(6):
-        probe.sample()
-    report(f"memory, read by {reads.threads} threads", f"{probe.rate / 1e9:.1f} GB/s")
-    del probe, reads
+    """Right for every instruction set."""
     for name in FORMATS:
         pool = small_pool(name, 1, 16)
         x, ids, weights, plan = routed(4, 8, 16)
@@ -138,31 +121,6 @@ def executor(library: Path, quick: bool) -> None:
                     off < (1e-5 if exact else 2e-2),
                 )  # fmt: skip
                 one.close()
-        pool = Pool(pool.layout, 1, max(64, (1 if quick else 3) * 10**9 // pool.layout.nbytes))
-        pool.fill_random()
-        for exact in (True, False) if name != "bf16" else (True,):
-            one = Executor(pool, 1, 8, exact=exact, library=library)
-            seconds = _requests(one, 64 if quick else 256)
-            rate = 8 * pool.layout.nbytes / seconds / 1e9
-            report(f"{name}{'' if exact else ', rounded'}, {one.threads} threads", f"{rate:.1f} GB/s")
-            one.close()
-
-
-def _requests(executor: Executor, count: int) -> float:
-    """Seconds of the median request for eight experts that no cache has."""
-    pool, times = executor.pool, []
-    x, weights = torch.randn(1, pool.layout.hidden), torch.ones(1, 8)
-    for number in range(count):
-        chosen = (8 * number + torch.arange(8)) % pool.experts
-        plan = torch.stack((chosen, torch.zeros_like(chosen)), dim=1).int()[None]
-        times.append(_seconds(lambda plan=plan: executor.run(0, x, plan, weights)))  # type: ignore[misc]
-    return median(times[count // 4 :])
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def routed(rows: int, ranks: int, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -311,72 +269,7 @@ def _same_waves(generator: torch.Generator) -> str | None:
     return None
 
 
-def step(library: Path, quick: bool) -> None:
-    """Decode steps as graphs: against the same forward without one, and against experts that are all on the device."""
-    config, steps_to_take = qwen36(4), 16 if quick else 64
-    pool = Pool(Layout(FORMATS["mxfp4"], config.hidden, config.expert_inner), 4, config.experts)
-    pool.fill_random()
-    cpu = Executor(pool, 4, config.top_k, library=library)
-    device = OffloadedExperts(pool, cpu, CudaDriver(load_library(library)), fixed(4, 1.0), room(pool, 300))
-    device.start()
-    parts = [Rows((7 + row,), 0, (row,), row + 1, logits=True) for row in range(4)]
-    resident: DeviceExperts = ResidentExperts.of_pool(pool, GPU)
-    runs: list[tuple[DeviceExperts, bool, float]] = [(resident, False, 1.0), (resident, True, 1.0)]
-    runs += [(device, True, share) for share in (1.0, 0.4, 0.0)]
-    found: list[list[Tensor]] = []
-    for experts, graph, share in runs:
-        device.fix(share)
-        ops = DeviceOps(_Filled(experts), GPU)
-        model = Qwen35Moe(config, Loader(RandomSource(torch.bfloat16, GPU), ops, GPU), PAGE, lambda *_: None)
-        runner = Runner(model, ops, torch.bfloat16, pages=6, slots=6, device=GPU)
-        for tensor in (*runner.cache.keys, *runner.cache.values, *runner.cache.states):
-            tensor.zero_()
-        made = DecodeSteps(model, runner.cache, lambda logits, _: logits, pages=1, scratch=(5, 5), device=GPU)
-        found.append(_decode(runner, made if graph else None, parts, steps_to_take))
-        if experts is device:
-            device.after_step()
-        what = ("all on the device" if experts is not device else f"{share:.0%} over the link") + (
-            ", one graph" if graph else ""
-        )
-        worst = max(error(got, want) for got, want in zip(found[-1], found[0], strict=True))
-        same = sum(bool((a.argmax(1) == b.argmax(1)).all()) for a, b in zip(found[-1], found[0], strict=True))
-        report(f"step, {what}", f"off by {worst:.1e}, {same} of {steps_to_take} equal", worst < TOLERANCE["step"])
-    device.close()
-    cpu.close()
-
-
-def _decode(runner: Runner, steps: DecodeSteps | None, parts: Sequence[Rows], count: int) -> list[Tensor]:
-    """Logits of every step; the tokens are given, so that runs are comparable."""
-    logits = []
-    for number in range(count):
-        moved = [Rows((part.tokens[0] + number,), number, part.table, part.slot, logits=True) for part in parts]
-        out = runner.forward(moved) if steps is None else steps.run(moved)
-        torch.cuda.synchronize()
-        logits.append(out.cpu().clone())
-    return logits
-
-
-class _Filled:
-    """Experts whose weights are there already."""
-
-    def __init__(self, experts: DeviceExperts) -> None:
-        self._experts, self._layers = experts, 0
-
-    def pack(self, gate_up: Tensor, down: Tensor) -> int:
-        self._layers += 1
-        return self._layers - 1
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        return self._experts.run(x, ids, weights, layer)
-
-    def add(self, base: Tensor, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        return add_to(self._experts, base, x, ids, weights, layer)
-
-    def sums(self, x: Tensor, routing: Routing, layer: int) -> Sums | None:
-        return sums_of(self._experts, x, routing, layer)
-
-
-PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "prefill": prefill, "step": step}
+PARTS = {"handshake": handshake, "executor": executor, "layer": layer, "prefill": prefill}
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
-"""Every device operation of a decode step against its torch twin, then how long each takes at the sizes of
-Qwen3.6-35B-A3B. Those of prefill are in ``engine.kernels.check_prefill``.
+"""Every device operation of a decode step, and every backend of attention, against torch twins at the sizes of
+Qwen3.6-35B-A3B. Other operations of prefill are in ``engine.kernels.check_prefill``, times in
+``engine.device.check_decode``.
 
     python -P -m engine.kernels.check [--seed N]
 
@@ -17,12 +18,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from engine.api import PAGE
+from engine.device.attention import BACKENDS, choose
+from engine.device.masks import Masks
+from engine.device.reduce import KEPT, reduce
 from engine.experts.layout import FORMATS, ExpertFormat, Layout
+from engine.grammar import Mask, packed
 from engine.kernels import linear
 from engine.kernels.check_composed import CASES, Make
 from engine.kernels.ops import DeviceOps
@@ -40,9 +46,9 @@ from engine.kernels.timing import (
     ROTARY,
     TOP_K,
     VALUE_HEADS,
+    VOCAB,
     WIDTH,
     make_batch,
-    time_all,
 )
 from engine.layers.ops import CPU, Ops
 from engine.layers.reference import ReferenceOps
@@ -120,6 +126,41 @@ def attentions(dtype: torch.dtype) -> Run:
     return run
 
 
+def behind(backend: str) -> Run:
+    """Attention of many rows, some behind a history."""
+
+    def run(ops: Ops, draw: Draws) -> dict[str, Tensor]:
+        if draw.device == GPU:
+            ops = DeviceOps(ResidentExperts(FORMATS["bf16"], GPU), GPU, choose((backend, "auto")))
+        batch = make_batch([(1100, 100, 0), (1, 4999, 1), (0, 3, 2), (130, 2900, 3)], draw.device)
+        shape = (batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM)
+        k_pages, v_pages = draw(*shape, dtype=torch.bfloat16), draw(*shape, dtype=torch.bfloat16)
+        return {"attention": ops.attention(draw(1231, HEADS, HEAD_DIM), k_pages, v_pages, batch, HEAD_DIM**-0.5)}
+
+    return run
+
+
+def best(rows: int, sums: bool) -> Run:
+    """What is kept of rows of logits, of which grammars allow all, most, or few: some equal; or what it adds up to."""
+
+    def run(_: Ops, draw: Draws) -> dict[str, Tensor]:
+        logits, masks = draw(rows, VOCAB, scale=4), Masks(VOCAB, rows, draw.device)
+        logits[0] = logits[0].round(decimals=1)
+        masks.copy([(None, _allowed(0.9), _allowed(2e-4))[row % 3] for row in range(rows)])
+        found = reduce(logits, torch.full((rows,), 0.7, device=draw.device), masks)
+        if sums:
+            return {"sums": found[:, 2 * KEPT :].view(torch.float32)}
+        scores, ids = found[:, :KEPT].view(torch.float32), found[:, KEPT : 2 * KEPT]
+        there = scores > -torch.inf
+        return {"scores": scores.where(there, 0), "ids": ids.where(there, -1)}
+
+    return run
+
+
+def _allowed(share: float) -> Mask:
+    return packed(np.flatnonzero(np.random.default_rng(0).random(VOCAB) < share).tolist(), VOCAB)
+
+
 def routed(rows: int, format: ExpertFormat) -> Run:
     """Weights that the format holds exactly."""
     count, inner, k = 12, 512, 8
@@ -164,6 +205,11 @@ def checks() -> Iterator[tuple[str, Run, float]]:
     for rows in (1, 16):
         yield f"pointwise {rows}", pointwise(rows), 1e-5
     yield "recurrences", recurrences, 1e-5
+    for backend in BACKENDS:
+        yield f"attention {backend}", behind(backend), 1e-2
+    for rows in (1, 4, 16):
+        yield f"best of {rows} rows", best(rows, sums=False), 0.0
+        yield f"best of {rows} rows", best(rows, sums=True), 1e-4
     yield from compositions()
     for name, format in FORMATS.items():
         for rows in (1, 5, 16):
@@ -225,7 +271,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with torch.inference_mode():
         right = check(ops, options.seed)
-        time_all(ops)
     print("all right" if right else "WRONG results above")
     return 0 if right else 1
 

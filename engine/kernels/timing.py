@@ -1,4 +1,4 @@
-"""How long the device's operations take at the sizes of Qwen3.6-35B-A3B; run by ``engine.kernels.check``.
+"""How long a device's operations take, and the sizes of Qwen3.6-35B-A3B, which they are checked and timed at.
 
 Times are of CUDA graph replays over several sets of tensors, so that the cache of the GPU does not hold what memory is
 to be measured by; the bandwidth counts what has to be moved once.
@@ -10,13 +10,11 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.api import PAGE
-from engine.kernels.ops import DeviceOps
 from engine.layers.ops import Batch
 
 GPU = torch.device("cuda")
@@ -24,11 +22,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, ROTARY = 2048, 16, 2, 256, 64
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, WIDTH = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * LINEAR_DIM
 EXPERTS, TOP_K, VOCAB = 256, 8, 248320
-BATCHES, CONTEXTS = (1, 4, 8, 16), (1 << 10, 1 << 15, 1 << 17)
 SETS_BYTES = 256 << 20
 """Several times the cache of a large GPU."""
-SMALL = 90 << 10
-"""Shared memory that every GPU of the last years has."""
 
 
 def make_batch(
@@ -112,88 +107,9 @@ def report(name: str, nbytes: int, timing: Timing, reading: float, note: str = "
     )
 
 
-LINEARS = (
-    ("gdn inputs", CHANNELS + (LINEAR_DIM + 2) * VALUE_HEADS, HIDDEN), ("out_proj", HIDDEN, 4096),
-    ("attention inputs", 2 * (HEADS + KV_HEADS) * HEAD_DIM, HIDDEN), ("router and shared", EXPERTS + 1025, HIDDEN),
-    ("shared down", HIDDEN, 512), ("lm_head", VOCAB, HIDDEN),
-)  # fmt: skip
-
-
-def time_linears(ops: DeviceOps, reading: float) -> None:
-    for name, out, inner in LINEARS:
-        size = 2 * out * inner
-        packed = [ops.pack(random(out, inner, dtype=torch.bfloat16)) for _ in range(sets_for(size))]
-        for rows in BATCHES:
-            x = random(rows, inner)
-            timing = measure([partial(ops.linear, x, each) for each in packed])
-            half = x.bfloat16()
-            torch_s = measure([partial(torch.mm, half, each.matrix.t()) for each in packed])
-            moved = size + 4 * rows * (inner + out)
-            report(
-                f"linear {name} {rows} x {out} x {inner}", moved, timing, reading, f"torch {torch_s.microseconds:.2f}"
-            )
-
-
-def time_pointwise(ops: DeviceOps, reading: float) -> None:
-    norm, small, head_norm, bias = random(HIDDEN), random(LINEAR_DIM), random(HEAD_DIM), random(VALUE_HEADS)
-    table = ops.rope_table(1 << 12, ROTARY, 1e7)
-    for rows in BATCHES:
-        x, wide, heads = random(rows, HIDDEN), random(rows, 4096), random(rows, VALUE_HEADS, LINEAR_DIM)
-        logits, gates, q = random(rows, EXPERTS), random(rows, VALUE_HEADS), random(rows, HEADS, HEAD_DIM)
-        k, positions = random(rows, KV_HEADS, HEAD_DIM), torch.zeros(rows, dtype=torch.int32, device=GPU)
-        batch = make_batch([(1, 100, slot) for slot in range(rows)], GPU)
-        pages = random(batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-        up = random(rows, 1024)
-        for name, nbytes, call in (
-            ("rms_norm", 2 * x.nbytes, partial(ops.rms_norm, x, norm, 1e-6)),
-            ("gated_rms_norm", 3 * heads.nbytes, partial(ops.gated_rms_norm, heads, heads, small, 1e-6)),
-            ("rms_norm of heads", 2 * q.nbytes, partial(ops.rms_norm, q, head_norm, 1e-6)),
-            ("silu_mul", up.nbytes // 2 * 3, partial(ops.silu_mul, up)),
-            ("sigmoid_mul", 3 * wide.nbytes, partial(ops.sigmoid_mul, wide, wide)),
-            ("sigmoid_mul and sum", 3 * x.nbytes, partial(ops.sigmoid_mul, x, x[:, :1], x)),
-            ("gdn_gates", 4 * gates.nbytes, partial(ops.gdn_gates, gates, gates, bias, bias)),
-            ("rope", 2 * q.nbytes // 4, partial(ops.rope, q, positions, table)),
-            ("route", logits.nbytes, partial(ops.route, logits, TOP_K, True)),
-            ("write_pages", 3 * k.nbytes, partial(ops.write_pages, k, k, pages, pages, batch)),
-        ):
-            report(f"{name} {rows}", nbytes, measure([call]), reading)
-
-
-def time_recurrences(ops: DeviceOps, reading: float) -> None:
-    weight = random(CHANNELS, WIDTH)
-    for rows in BATCHES:
-        size = 2 * 4 * rows * VALUE_HEADS * LINEAR_DIM**2
-        batch = make_batch([(1, 100, slot) for slot in range(rows)], GPU)
-        x, decay = random(rows, CHANNELS), -random(rows, VALUE_HEADS).abs()
-        q, v = random(rows, KEY_HEADS, LINEAR_DIM), random(rows, VALUE_HEADS, LINEAR_DIM)
-        states = [random(rows, VALUE_HEADS, LINEAR_DIM, LINEAR_DIM) for _ in range(sets_for(size))]
-        windows = [random(rows, CHANNELS, WIDTH - 1) for _ in states]
-        conv = measure([partial(ops.conv, x, weight, each, batch) for each in windows])
-        report(f"conv {rows}", 2 * windows[0].nbytes + 2 * x.nbytes + weight.nbytes, conv, reading)
-        delta = measure([partial(ops.gated_delta, q, q, v, decay, decay, each, batch) for each in states])
-        report(f"gated_delta {rows}", size, delta, reading)
-
-
 def decode_attention(rows: int, context: int) -> tuple[Tensor, Tensor, Tensor, Batch, int]:
     """Queries, pages, a batch and the bytes of its keys and values."""
     batch = make_batch([(1, context - 1, slot) for slot in range(rows)], GPU)
     shape = (batch.page_table.numel(), PAGE, KV_HEADS, HEAD_DIM)
     keys, values = random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16)
     return random(rows, HEADS, HEAD_DIM), keys, values, batch, keys.nbytes + values.nbytes
-
-
-def time_attention(ops: DeviceOps, reading: float) -> None:
-    for rows, context in itertools.product(BATCHES, CONTEXTS):
-        q, keys, values, batch, size = decode_attention(rows, context)
-        copies = [(keys, values)] + [(keys.clone(), values.clone()) for _ in range(sets_for(size) - 1)]
-        timing = measure([partial(ops.attention, q, *each, batch, 0.06) for each in copies])
-        report(f"attention {rows} of {context}", size, timing, reading)
-
-
-def time_all(ops: DeviceOps) -> float:
-    """Prints a line for each; the bandwidth of reading, bytes a second."""
-    reading = read_bandwidth()
-    print(f"{'reading 4 GiB':44} {reading / 1e9:.0f} GB/s, the 100 % below")
-    for part in (time_linears, time_pointwise, time_recurrences, time_attention):
-        part(ops, reading)
-    return reading
