@@ -19,6 +19,14 @@ from tests.parsers.wire_support import Machine, machine
 LONG = 500
 """Tokens after which a walk looks for the end."""
 GIVE_UP = 6000
+HERMES = '<tool_call>\n{{"name": "probe", "arguments": {}}}\n</tool_call>'
+"""A call in this format, around its arguments."""
+
+
+def xml(**values: str) -> str:
+    """A call in qwen3_xml's."""
+    given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=probe>\n{given}</function>\n</tool_call>"
 
 
 @cache

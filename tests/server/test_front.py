@@ -1,70 +1,24 @@
-"""Clients that are slow, broken or many: they are let go, and everybody else is served."""
+"""Clients that are slow or broken: they are let go, and everybody else is served."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import resource
 import socket
 import struct
-import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 
 from parsers.load import Family
 from server.front import MAX_HEAD_BYTES, Http, Patience
-from server.generation import Generation
-from server.sse import EventStream
-from tests.server.support import Answer, Server, serving
+from tests.server.front_support import alive, connected, ended, live, request, shaped
+from tests.server.support import Answer, serving
 from tests.server.test_bad_input import check_shape
 from tests.server.test_lifecycle import BODIES, PATHS, TEXT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 HASTE = Patience(head_seconds=0.1, send_seconds=0.2)
-Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[Pipe]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-
-
-async def ended(reader: asyncio.StreamReader) -> bytes:
-    """Everything until the server closes, however it does."""
-    out = bytearray()
-    try:
-        while data := await asyncio.wait_for(reader.read(1 << 16), 30):
-            out += data
-    except ConnectionResetError:
-        pass
-    return bytes(out)
-
-
-def request(path: str, body: dict[str, Any], *headers: str) -> bytes:
-    data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
-
-
-def shaped(answer: bytes, status: int) -> None:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.split()[1] == str(status).encode(), answer[:200]
-    assert json.loads(body)["error"]["message"]
-
-
-async def alive(server: Server) -> None:
-    async with server.http() as http:
-        assert (await http.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/mess", b"GET / HTTP/1.1\r\nhost: local"])
@@ -404,110 +358,3 @@ async def test_whoever_does_not_read_its_stream_is_let_go(
 
 def lengthy(path: str) -> dict[str, int]:
     return {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 7000}
-
-
-def live(kind: type) -> int:
-    """How many there are. Not by ``isinstance``: proxies load what they stand for when they are asked what it is."""
-    gc.collect()
-    return sum(issubclass(type(thing), kind) for thing in gc.get_objects())
-
-
-def allow_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert hard == resource.RLIM_INFINITY or hard >= count
-    if soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
-async def test_a_thousand_connections(family: Family) -> None:
-    """None is cut off meanwhile, however long they take to open here."""
-    allow_files(4096)
-    async with serving(family, "Hi<|im_end|>", patience=Patience(head_seconds=600.0)) as server:
-        port = int(server.url.rpartition(":")[2])
-        pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1000)]
-        for _, writer in pipes[::2]:
-            writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: loc")
-        await alive(server)
-        for reader, writer in pipes[1::100]:
-            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        for _, writer in pipes:
-            writer.close()
-        while live(Http):
-            await asyncio.sleep(0.05)
-        await alive(server)
-
-
-async def test_more_connections_than_allowed_are_cut_off(family: Family) -> None:
-    async with serving(family, patience=Patience(connections=8)) as server:
-        port = int(server.url.rpartition(":")[2])
-        pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in range(16)]
-        for reader, _ in pipes[8:]:
-            assert await ended(reader) == b""
-        for _, writer in pipes:
-            writer.close()
-        while live(Http):
-            await asyncio.sleep(0.02)
-        await alive(server)
-
-
-async def idle_streams(server: Server, count: int) -> None:
-    """Opens streams that say nothing, sees each kept alive, and leaves."""
-    path = "/v1/messages"
-    already = len(server.worker.requests)
-    async with httpx.AsyncClient(
-        base_url=server.url, timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)
-    ) as http:
-
-        async def watch() -> None:
-            async with http.stream("POST", path, json={**BODIES[path], "stream": True}) as response:
-                async for line in response.aiter_lines():
-                    if line == "event: ping":
-                        seen.append(1)
-
-        seen: list[int] = []
-        tasks = [asyncio.create_task(watch()) for _ in range(count)]
-        while len(server.worker.requests) < already + count or len(seen) < count:
-            await asyncio.sleep(0.02)
-        assert server.state.counters.open_generations == count
-        await alive(server)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    await server.idle()
-
-
-def held() -> tuple[int, int, int]:
-    return live(Generation), live(EventStream), live(Http)
-
-
-async def test_two_hundred_idle_streams_come_and_go(family: Family) -> None:
-    allow_files(4096)
-    answer = Answer(TEXT, hold_at=4)
-    async with serving(family, answer, max_open=250, keepalive_seconds=0.5) as server:
-        await idle_streams(server, 200)
-        while held() != (0, 0, 0):
-            await asyncio.sleep(0.05)
-        assert len(server.worker.aborted) == 200
-        assert server.client.open == 0
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(0)  # tracing makes it slow, and a loaded machine slower
-async def test_streams_leave_no_memory_behind(family: Family) -> None:
-    allow_files(4096)
-    sizes = []
-    async with serving(family, Answer(TEXT, hold_at=4), max_open=250, keepalive_seconds=0.5) as server:
-        tracemalloc.start()
-        for _ in range(6):
-            await idle_streams(server, 200)
-            while held() != (0, 0, 0):
-                await asyncio.sleep(0.05)
-            server.worker.requests.clear()
-            server.worker.aborted.clear()
-            for session in server.state.sessions.list():
-                server.state.sessions.forget(session.id)
-            server.state.forget_texts()
-            sizes.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-    assert max(sizes[3:]) < sizes[2] + (1 << 20), sizes

@@ -15,8 +15,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from engine.api import Request
 from parsers.load import Family
 from server.keys import ApiKey
+from tests.server.front_support import connected, ended, shaped
 from tests.server.support import Answer, Server, serving
-from tests.server.test_front import WEBSOCKET, connected, ended, narrow, shaped
+from tests.server.test_front import WEBSOCKET, narrow
 from tests.server.test_responses import EXEC, THOUGHT, call
 
 pytestmark = pytest.mark.anyio
