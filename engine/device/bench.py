@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -128,7 +129,7 @@ class Bench:
         )  # fmt: skip
         for tensor in (*self._runner.cache.keys, *self._runner.cache.values, *self._runner.cache.states):
             tensor.zero_()
-        self._steps = 0
+        self._steps = self._brought = 0
         self._pages = pages
         self._link = Link(self._driver)
         self.bandwidths = self._measure()
@@ -153,7 +154,7 @@ class Bench:
         experts = OffloadedExperts(pool, self._executor, self._driver, self._split(), room)
         experts.start()
         self._experts.now = experts
-        steps = self._decode_steps(experts.report)
+        steps = self._decode_steps(experts.report, experts.bringing)
         self._prime(experts, steps)
         for wanted in options.hits:
             if wanted == 100 or slots < len(pool):
@@ -168,13 +169,15 @@ class Bench:
         pool = self._pool
         for _ in range(_SETTLE):
             self._step(steps, experts, wanted)
-        before = experts.residency.counters.tolist()
+        before, self._brought = experts.residency.counters.tolist(), 0
         times = [self._step(steps, experts, wanted) for _ in range(self._options.steps)]
         hits, fetched, left = (
             after - earlier for after, earlier in zip(experts.residency.counters.tolist()[:3], before[:3], strict=True)
         )
+        brings = experts.brings(self._options.rows)
+        self._tell(f"{self._brought} of {len(times)} steps did not ask the CPU")
         if self._options.kernels:
-            self._kernels(steps)
+            self._kernels(steps, brings)
         used = hits + fetched + left
         routed = used / pool.layout.parts * pool.layout.nbytes / self._options.steps
         work = Work(pool.layers, self._dense, routed)
@@ -186,7 +189,7 @@ class Bench:
             hits=hits / used,
             fetched=fetched / used,
             seconds=median(times),
-            gap=median(times) - self._without_gaps(steps) if left == fetched == 0 else None,
+            gap=median(times) - self._without_gaps(steps, brings) if left == fetched == 0 else None,
             bound=work.seconds(hits / used, self.bandwidths),
         )
 
@@ -214,29 +217,31 @@ class Bench:
         parts = self._parts()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        steps.launch(parts)
+        brings = experts is not None and experts.brings(len(parts))
+        launched = steps.launch(parts, other=brings)
         if experts is not None:
             experts.learn()
-        steps.wait(len(parts)).tolist()
+        steps.wait(launched).tolist()
         if experts is not None:
-            experts.after_step(graph=True)
+            experts.after_step(graph=True, brought=brings)
+        self._brought += brings
         return time.perf_counter() - start
 
-    def _kernels(self, steps: DecodeSteps) -> None:
+    def _kernels(self, steps: DecodeSteps, brings: bool = False) -> None:
         """Tell what a step spends its time on; for routing that may be repeated."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(4):
-                steps.run(self._parts())
+                steps.run(self._parts(), other=brings)
         table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=48)
         self._tell(f"device time of 4 steps by kernel\n{table}")
 
-    def _without_gaps(self, steps: DecodeSteps) -> float:
+    def _without_gaps(self, steps: DecodeSteps, brings: bool = False) -> float:
         """Seconds of a step when the next one is launched while it runs; for routing that may be repeated."""
         count, parts = int(self._options.steps), self._parts()
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):
-            steps.launch(parts)
+            steps.launch(parts, other=brings)
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / count
 
@@ -247,7 +252,9 @@ class Bench:
         rows = range(self._options.rows)
         return [Rows((1,), position, range(row * self._pages, (row + 1) * self._pages), row + 1) for row in rows]
 
-    def _decode_steps(self, report: Callable[[], None]) -> DecodeSteps:
+    def _decode_steps(
+        self, report: Callable[[], None], way: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
+    ) -> DecodeSteps:
         """Greedy; the page and the state that no sequence has come last."""
 
         def finish(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -256,8 +263,9 @@ class Bench:
 
         scratch = self._options.rows * self._pages, self._options.rows + 1
         return DecodeSteps(
-            self._runner.model, self._runner.cache, finish, pages=self._pages, scratch=scratch, device=self._device
-        )
+            self._runner.model, self._runner.cache, finish, pages=self._pages, scratch=scratch, device=self._device,
+            way=way,
+        )  # fmt: skip
 
     def _dense_bytes(self) -> float:
         """What a step reads and writes besides experts: linear weights, states twice, keys and values."""

@@ -2,12 +2,14 @@
 
 All that changes from step to step lies in one static buffer on the host; the graph begins with copying it to the
 device. What is made of the scores at its end can be made again, by a small graph of its own: of something that the step
-did not have to wait for. Without a GPU the same step runs at once, over the same buffers.
+did not have to wait for. Without a GPU the same step runs at once, over the same buffers. A step may have another way
+that it can be taken, which is a graph of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,31 +93,34 @@ class Step:
 class DecodeSteps:
     """Decode steps of a model over its cache. ``pages``: of the longest sequence.
 
-    ``scratch``: a page and a state slot that no sequence has: new graphs are warmed up there.
+    ``scratch``: a page and a state slot that no sequence has: new graphs are warmed up there. ``way``: what a step that
+    goes the ``other`` way, or does not, is made within.
     """
 
     def __init__(
-        self, model: Model, cache: Cache, finish: Finish, *, pages: int, scratch: tuple[int, int], device: torch.device
-    ) -> None:
+        self, model: Model, cache: Cache, finish: Finish, *, pages: int, scratch: tuple[int, int], device: torch.device,
+        way: Callable[[bool], AbstractContextManager[object]] = lambda other: nullcontext(),
+    ) -> None:  # fmt: skip
         self._model, self._cache, self._finish = model, cache, finish
-        self._pages, self._device = pages, device
+        self._pages, self._device, self._way = pages, device, way
         self._scratch = Rows((0,), 0, (scratch[0],), scratch[1])
-        self._steps: dict[int, Step] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._steps: dict[tuple[int, bool], Step] = {}
         self._ended = torch.Event(device) if device.type == "cuda" else None
         self._memory: Any = None
         """Of the graphs: one at a time runs, so that they share it."""
 
-    def run(self, parts: Sequence[Rows]) -> Tensor:
+    def run(self, parts: Sequence[Rows], *, other: bool = False) -> Tensor:
         """What ``finish`` made, on the host; the next step of as many sequences overwrites it."""
-        self.launch(parts)
-        return self.wait(len(parts))
+        return self.wait(self.launch(parts, other=other))
 
-    def launch(self, parts: Sequence[Rows]) -> Step:
+    def launch(self, parts: Sequence[Rows], *, other: bool = False) -> Step:
         """Begin a step; the one before has ended."""
-        step = self._steps.get(len(parts)) or self.prepare(len(parts))
+        step = self._steps.get((len(parts), other)) or self.prepare(len(parts), other=other)
         step.inputs.fill(parts)
         if step.graphs is None:
-            self._run(step)
+            with self._way(other):
+                self._run(step)
         else:
             self._replay(step.graphs[0])
         return step
@@ -139,23 +144,24 @@ class DecodeSteps:
         if self._ended is not None:
             self._ended.record()
 
-    def wait(self, rows: int) -> Tensor:
-        """The result of the step of so many sequences that was launched last. What else was given to the device since
-        is not waited for."""
+    def wait(self, step: Step) -> Tensor:
+        """The result of the step that was launched last. What else was given to the device since is not waited for."""
         if self._ended is not None:
             self._ended.synchronize()
-        return self._steps[rows].out
+        return step.out
 
     @torch.inference_mode()
-    def prepare(self, rows: int) -> Step:
+    def prepare(self, rows: int, *, other: bool = False) -> Step:
         """The step of so many sequences, captured if it is new."""
-        if rows not in self._steps:
-            inputs = Inputs(rows, self._pages, self._device)
+        if (rows, other) not in self._steps:
+            if rows not in self._inputs:
+                self._inputs[rows] = Inputs(rows, self._pages, self._device)
             if self._device.type == "cuda":
-                self._steps[rows] = self._capture(inputs, rows)
+                with self._way(other):
+                    self._steps[rows, other] = self._capture(self._inputs[rows], rows)
             else:
-                self._steps[rows] = Step(inputs, None, torch.empty(0), torch.empty(0))
-        return self._steps[rows]
+                self._steps[rows, other] = Step(self._inputs[rows], None, torch.empty(0), torch.empty(0))
+        return self._steps[rows, other]
 
     def _capture(self, inputs: Inputs, rows: int) -> Step:
         inputs.fill([self._scratch] * rows)

@@ -146,6 +146,9 @@ def rehearse(
         for rows in range(1, most + 1):
             inputs = Inputs(rows, pages, device)
             step(model if rows == 1 else short, inputs.batch, inputs.temperatures)
+            if experts is not None and experts.may_bring(rows):
+                with experts.bringing(True):
+                    step(short, inputs.batch, inputs.temperatures)
         for ahead in _ways(experts):
             for parts in prompts(pages, chunk):
                 step(model, make_batch(parts, device), torch.ones(len(parts), device=device))

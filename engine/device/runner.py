@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -51,11 +52,13 @@ class DeviceRunner(Runner):
         super().__init__(model, ops, dtype, cache=cache, mover=hosted.staging if hosted else None, device=device)
         self._hosted = hosted
         self._experts, self._pages, self._most = experts, pages, most
-        self._steps = DecodeSteps(model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device)
+        self._steps = DecodeSteps(
+            model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device, way=self._way
+        )
         self._masks = Masks(model.vocab_size, most, device)
-        self._fetched_rows = self._graphs = self._masked_rows = self._graph_bytes = 0
+        self._fetched_rows = self._graphs = self._brought = self._masked_rows = self._graph_bytes = 0
         self._learns = False
-        self._outs: dict[int, tuple[Tensor, Reduced]] = {}
+        self._outs: dict[tuple[int, bool], tuple[Tensor, Reduced]] = {}
 
     def prepare(self, progress: Progress) -> None:
         """Capture all graphs. Before any sequence is there."""
@@ -67,24 +70,25 @@ class DeviceRunner(Runner):
         free = self._free()
         for rows in range(1, self._most + 1):
             self._steps.prepare(rows)
+            if self._experts is not None and self._experts.may_bring(rows):
+                self._steps.prepare(rows, other=True)
             progress("decode steps", rows, self._most)
         self._graph_bytes = free - self._free()
 
     def score(
         self, parts: Sequence[Rows], wait: Wait = all_there, meanwhile: Callable[[], None] = lambda: None
     ) -> Sequence[Row]:
-        if self._experts is not None:
-            self._experts.executor.rouse()
         decodes = wait is all_there and self._decodes(parts)
+        brings = decodes and self._experts is not None and self._experts.brings(len(parts))
         try:
             if decodes:
-                reduced, masks, logits = self._replay(parts, meanwhile)
+                reduced, masks, logits = self._replay(parts, brings, meanwhile)
             else:
                 meanwhile()
                 reduced, masks, logits = self._at_once(parts, wait)
         finally:
             if self._experts is not None:
-                self._experts.after_step(graph=decodes)
+                self._experts.after_step(graph=decodes, brought=brings)
         self._learns = decodes
         temperatures = [part.temperature for part in parts if part.logits]
         masked = [mask is not None for mask in masks]
@@ -92,12 +96,14 @@ class DeviceRunner(Runner):
         return reduced.best(temperatures, masked, partial(self._fetch, logits))
 
     def gauges(self) -> dict[str, float]:
-        """``graph_bytes``: that making the graphs took. ``experts_*`` count parts of experts since the start.
+        """``graph_bytes``: that making the graphs took. ``brought_steps``: those that did not ask the CPU.
+        ``experts_*`` count parts of experts since the start.
         ``layers_*``: what the layers' misses are split into now; a mode that no layer has does not pay."""
         gauges = {
             "graphs": float(self._most),
             "graph_bytes": float(self._graph_bytes),
             "graph_steps": float(self._graphs),
+            "brought_steps": float(self._brought),
             "fetched_rows": float(self._fetched_rows),
             "masked_rows": float(self._masked_rows),
             **({} if self._hosted is None else self._hosted.gauges()),
@@ -146,13 +152,18 @@ class DeviceRunner(Runner):
             for part in parts
         )
 
-    def _replay(self, parts: Sequence[Rows], meanwhile: Callable[[], None]) -> _Scored:
+    def _way(self, brings: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._experts is None else self._experts.bringing(brings)
+
+    def _replay(self, parts: Sequence[Rows], brings: bool, meanwhile: Callable[[], None]) -> _Scored:
         """The best of each row, what they were found within, and all scores, which are on the device."""
         wanted = [part.mask for part in parts]
         masks: list[Mask | None] = [None] * len(parts)
         if not any(wanted):
             self._masks.copy(masks)
-        step = self._steps.launch(parts)
+        step = self._steps.launch(parts, other=brings)
+        if self._experts is not None and not brings:
+            self._experts.executor.rouse()  # they wake while the first layer is computed
         over = self._marked() if any(wanted) else None
         meanwhile()
         if self._experts is not None and self._learns:
@@ -161,20 +172,21 @@ class DeviceRunner(Runner):
             masks = in_time(wanted, over, alone=len(parts) == 1)
             self._masks.copy(masks)
             self._steps.finish_again(step)
-        self._graphs += 1
-        return self._reduced(self._steps.wait(len(parts))), masks, step.logits
+        self._graphs, self._brought = self._graphs + 1, self._brought + brings
+        return self._reduced(self._steps.wait(step), brings), masks, step.logits
 
-    def _reduced(self, out: Tensor) -> Reduced:
+    def _reduced(self, out: Tensor, brings: bool) -> Reduced:
         """Of a graph's rows, which are always in the same place."""
-        rows = len(out)
-        if rows not in self._outs or self._outs[rows][0] is not out:
-            self._outs[rows] = out, Reduced(out, self.model.vocab_size)
-        return self._outs[rows][1]
+        graph = len(out), brings
+        if graph not in self._outs or self._outs[graph][0] is not out:
+            self._outs[graph] = out, Reduced(out, self.model.vocab_size)
+        return self._outs[graph][1]
 
     @torch.inference_mode()
     def _at_once(self, parts: Sequence[Rows], wait: Wait) -> _Scored:
         """As ``_replay``."""
         if self._experts is not None:
+            self._experts.executor.rouse()
             self._experts.prefill.settle()
         logits = self.forward(parts, wait)
         wanted = [part for part in parts if part.logits]

@@ -3,6 +3,9 @@
 Every layer of a step is the same sequence of work on the device, so that it can be captured into a graph: decide on the
 device and ask the CPU for its part; fetch; compute what is on the device, the shared expert too; wait for the CPU; add
 its part. Where experts are changes speed, and the last bits of the sums.
+
+There is a second kind of step, which brings all that it misses and has no request, no wait and no answer in it: all its
+kernels are launched early.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,13 +25,14 @@ from torch import Tensor
 
 from engine.device.driver import Driver
 from engine.device.watchdog import PATIENCE, Watchdog
+from engine.experts.bringing import Bringing
 from engine.experts.cost import cpu_costs
-from engine.experts.executor import Executor
+from engine.experts.executor import Executor, ExecutorError
 from engine.experts.pinning import Pinned, pin
 from engine.experts.pool import Pool, Progress
 from engine.experts.prefill import Prefill
 from engine.experts.replay import Chooser
-from engine.experts.residency import MOST_PAIRS, ONE, Decision, Residency
+from engine.experts.residency import CPU, MOST_PAIRS, ONE, WINDOW, Decision, Residency
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels import mxfp4
@@ -42,6 +49,8 @@ _Told = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32
 
 DECODED = 16
 """Rows at most that one decision is made for; more are prefill."""
+BROUGHT = 1
+"""Rows at most of steps that can do without the CPU: more rows miss too much for that, and a graph takes memory."""
 _COPIES, _COPIED = 3, 32
 """How often how many experts are copied, to measure the link."""
 
@@ -70,7 +79,11 @@ class OffloadedExperts:
             raise ValueError(f"slots must be bytes [slots + 1, {pool.stride}], not {slots.dtype} {list(slots.shape)}")
         self.pool, self.executor, self._driver, self._device = pool, executor, driver, device
         self._split, self._slots = split, slots
+        self._bringing = Bringing(pool.layers, split.link_alone)
         self.residency = Residency.create(pool.layout, pool.layers, pool.experts, slots.shape[0] - 1, device)
+        self._all = replace(self.residency, share=torch.full_like(self.residency.share, ONE))
+        self._limit = self.residency.slots
+        self._brings = self._brought = False
         self._most = min(executor.layout.rows, DECODED, max(1, MOST_PAIRS // ranks))
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(self._most)]
         pinned = device.type == "cuda"
@@ -110,6 +123,7 @@ class OffloadedExperts:
             self._split.link(pinned.layers)
             if measures and pinned.layers:
                 self._split.expect(*self._measured())
+                self._bringing.expect(self._split.link_alone)
             if pinned.why is None:
                 self.prefill.start(pinned.pointer, self._mailbox, pinned.pieces)
             else:
@@ -147,31 +161,61 @@ class OffloadedExperts:
         self._share()
         self.prefill.follow()
 
+    def may_bring(self, rows: int) -> bool:
+        """Whether steps of so many rows can do without the CPU: all experts can come, and what a layer misses has room
+        in its window beside what it finds there."""
+        pinned = self._pinned is not None and self._pinned.layers == self.pool.layers
+        return pinned and rows <= BROUGHT and rows * self.executor.layout.ranks <= min(WINDOW, self._limit)
+
+    def brings(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, had better do without."""
+        fixed = self._split.fixed
+        return (self._bringing.pays if fixed is None else fixed == 1) and self.may_bring(rows)
+
+    @contextmanager
+    def bringing(self, brings: bool) -> Iterator[None]:
+        """Calls of ``run`` and ``sums`` within bring all that they miss, and there is no request, wait or answer in
+        what they do: ``may_bring`` must be true whenever it runs."""
+        before, self._brings = self._brings, brings
+        try:
+            yield
+        finally:
+            self._brings = before
+
     def report(self) -> None:
         """The last work of a step on the device: tells the host what was done where."""
         self._work.copy_(self.residency.work, non_blocking=True)
         self._routed.copy_(self.residency.routed, non_blocking=True)
 
-    def after_step(self, *, graph: bool = False) -> None:
+    def after_step(self, *, graph: bool = False, brought: bool = False) -> None:
         """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void. A
-        ``graph`` has brought nothing ahead; a step at once after one begins with ``prefill.settle``."""
+        ``graph`` has brought nothing ahead; a step at once after one begins with ``prefill.settle``. ``brought``: it
+        was within ``bringing``."""
         if not graph:
             self.prefill.settle()
         self._watchdog.check()
         if not self.prefill.learn():
             times, work, routed = self._learnt_from
             times[:], work[:], routed[:] = self._told
+            self._brought = brought
+            if brought and work[:, CPU].any():
+                raise ExecutorError("a step that was to bring all experts that it missed left some to the CPU")
 
     def learn(self) -> None:
         """From the last step of few rows: how to split those after the one that runs, and which experts to keep."""
         times, work, routed = self._learnt_from
-        if self._split.update(times, work):
-            self._share()
+        if self._brought:
+            self._bringing.brought(work)
+        else:
+            self._bringing.asked(times, work)
+            if self._split.update(times, work):
+                self._share()
         if self._chooser.step(routed):
             self.residency.follow(self._chooser.policy)
 
     def resize(self, limit: int) -> None:
         """Use only the first ``limit`` slots, as ``Residency.resize``: in the order of the stream."""
+        self._limit = limit
         self.residency.resize(limit)
         self.prefill.resize(limit)
         self._chooser = Chooser(self.pool.layers, self.pool.experts, limit, self._chooser.policy)
@@ -188,7 +232,8 @@ class OffloadedExperts:
             return None
         ids, weights = route(routing.logits, routing.k, routing.renormalize)
         inner, decision = self._gate_up(x, ids, weights, layer)
-        answer, layout = partial(self._answer, decision.counts), self.pool.layout
+        answer = None if self._brings else partial(self._answer, decision.counts)
+        layout = self.pool.layout
         if mxfp4.finishes(layout):
             arrived = self._mailbox + self.executor.layout.arrived
             return Sums(inner, weights, decision, answer=answer, arrived=arrived, blobs=(self._slots, layout))
@@ -198,14 +243,17 @@ class OffloadedExperts:
         y = torch.empty_like(x)
         inner, decision = self._gate_up(x, ids, weights, layer)
         kernels.combine(self._down(inner, decision), weights, decision, y)
-        self._answer(decision.counts, y)
+        if not self._brings:
+            self._answer(decision.counts, y)
         return y
 
     def _gate_up(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> tuple[Tensor, Decision]:
         decision, layout = self._decisions[x.shape[0] - 1], self.pool.layout
-        request = Request(x, weights, self._mailbox, self.executor.layout)
         inner = x.new_empty(*decision.slot.shape, layout.inner)
-        resolve(self.residency, ids, layer, decision, request)
+        if self._brings:
+            resolve(self._all, ids, layer, decision)
+        else:
+            resolve(self.residency, ids, layer, decision, Request(x, weights, self._mailbox, self.executor.layout))
         pool = self._pinned.pointer if self._pinned else self._mailbox  # not mapped: not read from
         kernels.fetch(pool, self.pool.stride, self._slots, decision, self.residency.part_bytes)
         kernels.gate_up(x, self._slots, decision, layout, inner)
@@ -215,7 +263,8 @@ class OffloadedExperts:
         layout = self.pool.layout
         out = inner.new_empty(*decision.slot.shape, layout.hidden)
         kernels.down(inner, self._slots, decision, layout, out)
-        kernels.arrive(self._mailbox, self.executor.layout)
+        if not self._brings:
+            kernels.arrive(self._mailbox, self.executor.layout)
         return out
 
     def _answer(self, counts: Tensor, y: Tensor) -> None:

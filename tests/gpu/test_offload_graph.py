@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,3 +64,25 @@ def test_what_is_no_decode_step_is_refused(part: Rows) -> None:
     steps = DecodeSteps(runner.model, runner.cache, lambda logits, _: logits, pages=4, scratch=(7, 3), device=CPU)
     with pytest.raises(ValueError, match="one token, no snapshots and at most 4 pages"):
         steps.run([part])
+
+
+def test_the_other_way_of_a_step_is_made_within_it() -> None:
+    runner, went = make(), list[bool]()
+
+    @contextmanager
+    def way(other: bool) -> Iterator[None]:
+        went.append(other)
+        yield
+        went.append(other)
+
+    steps = DecodeSteps(
+        runner.model, runner.cache, lambda logits, _: logits.clone(), pages=4, scratch=(7, 3), device=CPU, way=way
+    )
+    for other in (False, True):
+        for tensor in runner.cache.states:
+            tensor.zero_()
+        launched = steps.launch([Rows([1], 0, [0], 1, logits=True)], other=other)
+        assert went == [other, other] and launched is steps.prepare(1, other=other)
+        assert torch.equal(steps.wait(launched), launched.logits)
+        went.clear()
+    assert torch.equal(steps.prepare(1).out, steps.prepare(1, other=True).out)

@@ -147,6 +147,56 @@ def test_parts_of_different_widths(made: Any, inner: int) -> None:
         case.check(2, seed)
 
 
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+def test_a_step_that_asks_nobody_gives_the_same_bits(made: Any, name: str) -> None:
+    """As one whose share is all, whatever the shares are; residency and what is told of the step, too."""
+    asks, brings = made(name, slots=5), made(name, slots=5)
+    brings.share(0.4)
+    before = brings.executor.times.copy()
+    for seed in range(4):
+        x, ids, weights = routed(1, seed)
+        wanted = asks.offloaded.run(x, ids, weights, seed % LAYERS)
+        with brings.offloaded.bringing(True):
+            got = brings.offloaded.run(x, ids, weights, seed % LAYERS)
+        assert torch.equal(got, wanted)
+        for case, brought in ((asks, False), (brings, True)):
+            case.offloaded.report()
+            case.offloaded.after_step(graph=True, brought=brought)
+            case.offloaded.learn()
+        for one, other in zip(asks.offloaded._told, brings.offloaded._told, strict=True):
+            assert one is asks.executor.times or (one == other).all()
+    one, other = (case.offloaded.residency for case in (asks, brings))
+    assert asks.counted() == brings.counted() and asks.counted()[FETCHED] > 0
+    assert torch.equal(one.slot_of, other.slot_of) and torch.equal(one.value, other.value)
+    assert (brings.executor.times == before).all()  # nobody was asked
+
+
+def test_who_may_do_without_the_cpu(made: Any) -> None:
+    case = made(slots=RANKS)
+    assert case.offloaded.may_bring(1) and case.offloaded.brings(1) and not case.offloaded.may_bring(2)
+    for share in (0.0, 0.4):
+        case.share(share)
+        assert case.offloaded.may_bring(1) and not case.offloaded.brings(1)
+    case.offloaded.resize(RANKS - 1)
+    assert not case.offloaded.may_bring(1)  # one of a layer's experts would have no place
+    case.offloaded.resize(RANKS)
+    assert case.offloaded.may_bring(1)
+    case.offloaded._pinned = None
+    case.share(1.0)
+    assert not case.offloaded.brings(1)
+
+
+def test_experts_that_nobody_computed_are_an_error(made: Any) -> None:
+    case = made(slots=RANKS)
+    case.offloaded._limit, case.offloaded._all.limit[0] = 1, 1
+    x, ids, weights = routed(ROWS, 1)
+    with case.offloaded.bringing(True):
+        case.offloaded.run(x, ids, weights, 0)
+    case.offloaded.report()
+    with pytest.raises(ExecutorError, match="left some"):
+        case.offloaded.after_step(graph=True, brought=True)
+
+
 def test_rows_join_and_leave_without_changing_others(made: Any) -> None:
     """Where an expert is computed stays the same here, so that the bits must."""
     x, ids, weights = routed(ROWS, 5)
@@ -234,15 +284,16 @@ def test_a_request_that_cannot_be_computed_is_an_error(made: Any) -> None:
 
 
 class DeadExecutor:
-    """A mailbox that nobody looks at."""
+    """A mailbox that nobody looks at, which may go unnoticed."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, noticed: bool = True) -> None:
+        self._noticed = noticed
         self.layout, self.times = executor.layout, executor.times
         self.mailbox = torch.zeros(self.layout.nbytes + 4096, dtype=torch.uint8)
         self.mailbox = self.mailbox[-self.mailbox.data_ptr() % 4096 :][: self.layout.nbytes]
 
     def stalled(self, seconds: float) -> bool:
-        return True
+        return self._noticed
 
     def check(self) -> None:
         """It has no errors to tell of."""
@@ -265,7 +316,7 @@ def test_a_dead_executor_is_an_error(made: Any) -> None:
 
 def test_only_the_answer_waits_for_the_cpu(made: Any) -> None:
     """All else of a layer is launched before it, the shared expert by whoever asked for the sums."""
-    pool, executor = made().pool, DeadExecutor(made().executor)
+    pool, executor = made().pool, DeadExecutor(made().executor, noticed=False)
     driver = FakeDriver(patience=0.05)
     offloaded = OffloadedExperts(pool, cast(Executor, executor), driver, Split(LAYERS, 1.0, 1.0), room(pool, 2))
     offloaded.fix(0.0)
