@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -49,6 +49,8 @@ TOKENS = 100_000
 LEAST_RATE, MOST_COST = 0.8, 0.01
 STEPS_PER_TURN = 192
 """Decode steps between two checkpoints: the median answer of a coding agent."""
+_TURNS = 3
+"""In a row."""
 _SECONDS = 1e9
 
 
@@ -192,7 +194,9 @@ def _restore(device: Device, memory: Memory, said: Sequence[int], kept: Sequence
 
 
 def decoding(library: Path, layers: int, turns: int) -> None:
-    """Decode steps alone, and with what they fill staged out: a page each 64 steps, a state each turn."""
+    """Decode steps alone, and with what they fill staged out: a page each 64 steps, a state each turn. Counted is what
+    delays tokens. As in a server whose other sequences go on, a state leaves between two steps, and those after it go
+    on while it is on its way."""
     config = qwen36(layers)
     pool = Pool(Layout(FORMATS["mxfp4"], config.hidden, config.expert_inner), layers, config.experts)
     pool.fill_random()
@@ -202,41 +206,55 @@ def decoding(library: Path, layers: int, turns: int) -> None:
     model = Qwen35Moe(config, Loader(RandomSource(torch.bfloat16, GPU), ops, GPU), 1 << 16, lambda *_: None)
     cache = make_cache(model.manifest, torch.bfloat16, 66, 4, GPU)
     driver = CudaDriver(load_library(library))
-    device = Device.make(model.manifest, (66, 4), (64, 4), CudaLanes(GPU), driver, cache=cache)
+    device = Device.make(model.manifest, (66, 4), (64, _TURNS + 1), CudaLanes(GPU), driver, cache=cache)
     runner = Runner(model, ops, torch.bfloat16, cache=cache, mover=device.staging, device=GPU)
     for tensor in (*device.pages, *cache.states):
         tensor.zero_()
     steps = DecodeSteps(model, cache, lambda logits, _: logits.argmax(1), pages=64, scratch=(65, 3), device=GPU)
 
-    def turn(staged: bool) -> float:
-        out: list[Staged | None] = []
+    took: dict[str, list[float]] = {"a page": [], "a state": []}
+    kept: list[Staged] = []
+
+    def keep(what: str, stage: Callable[[], Iterable[Staged | None]]) -> None:
+        begin = time.perf_counter()
+        kept.extend(filter(None, stage()))
+        took[what].append(time.perf_counter() - begin)
+
+    def state() -> Iterator[Staged | None]:
+        runner.mover.copy_state(1, 2)
+        yield runner.mover.stage_state(2) if runner.mover.state_finite(2) else None
+
+    def answers(staged: bool) -> float:
+        """Seconds until the last token is there; what was staged after earlier ones may be on its way."""
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for position in range(2048, 2048 + STEPS_PER_TURN):
-            steps.run([Rows((position % 1000,), position, range(64), 1, logits=True)])
+        for number in range(_TURNS * STEPS_PER_TURN):
+            position = 2048 + number % STEPS_PER_TURN
+            steps.run([Rows((number % 1000,), position, range(64), 1, logits=True)])
             if staged and position % PAGE == PAGE - 1:
-                out += runner.mover.stage_pages([(position // PAGE, PAGE)])
-        if staged:
-            runner.mover.copy_state(1, 2)
-            out.append(runner.mover.stage_state(2) if runner.mover.state_finite(2) else None)
-        torch.cuda.synchronize()
+                keep("a page", lambda at=position // PAGE: runner.mover.stage_pages([(at, PAGE)]))  # type: ignore[misc]
+            if staged and number % STEPS_PER_TURN == STEPS_PER_TURN // 2:
+                keep("a state", state)
         seconds = time.perf_counter() - start
-        for one in out:
-            if one is not None and one.wait():
-                one.drop()
+        while kept:
+            one = kept.pop()
+            one.wait()
+            one.drop()
         return seconds
 
     ratios = []
     for _ in range(turns + 1):
-        alone = turn(False)
-        ratios.append((turn(True) / alone, alone))
+        alone = answers(False)
+        ratios.append((answers(True) / alone, alone))
     cost = median(ratio for ratio, _ in ratios[1:]) - 1
-    step = median(alone for _, alone in ratios[1:]) / STEPS_PER_TURN
+    step = median(alone for _, alone in ratios[1:]) / STEPS_PER_TURN / _TURNS
     aim(
         f"checkpoints and pages of {STEPS_PER_TURN} decode steps, {layers} layers",
         f"{cost:+.2%} of {1e3 * step:.2f} ms per step",
         cost < MOST_COST,
     )
+    told = ", ".join(f"{what} {1e6 * median(times):.0f} us" for what, times in took.items())
+    report("of it the host, between two steps", told)
     device.close()
 
 
