@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +32,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(model: Path, socket: Path, store: StoreSettings | None = None) -> subprocess.Popen[bytes]:
-    config = EngineConfig(
-        model=str(model), kernels="reference", threads=1, kv_bytes=1 << 24, checkpoint_bytes=1 << 24, store=store
-    )
+def launch(
+    model: Path, socket: Path, store: StoreSettings | None = None, **options: Any
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    config = EngineConfig(**{
+        "model": str(model), "kernels": "reference", "threads": 1, "kv_bytes": 1 << 24, "checkpoint_bytes": 1 << 24,
+        "store": store, **options,
+    })  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.worker", "--socket", str(socket), "--config", config_to_json(config)],
         stdin=subprocess.PIPE,
@@ -139,6 +143,26 @@ async def test_state_outlives_the_worker(tiny: Path, tmp_path: Path, short_dir: 
             finally:
                 worker.kill()
         prompt, known = (*prompt, 9, 9), len(prompt) + 1
+
+
+async def test_state_of_experts_in_another_format_is_not_resumed(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
+    """And is there when the first format is back."""
+    settings = StoreSettings(str(tmp_path / "store"), quota_bytes=1 << 28, host_bytes=1 << 24)
+    first = tuple(i % 200 for i in range(300))
+    second, tip = (*first, 9, 9), len(first) + 1
+    for name, prompt, known in (("auto", first, 0), ("int8", second, 0), ("auto", second, tip)):
+        with launch(tiny, short_dir / "s", settings, kernels="native", expert_format=name) as worker:
+            try:
+                assert isinstance(statuses(worker)[-1], Ready)
+                client = EngineClient()
+                await client.connect(str(short_dir / "s"))
+                reuse = await reuse_of(client, "r", prompt)
+                assert (reuse.disk, reuse.new) == (known, len(prompt) - known)
+                await client.close()
+                worker.send_signal(signal.SIGTERM)
+                assert worker.wait(HANG_SECONDS) == 0
+            finally:
+                worker.kill()
 
 
 def test_a_store_in_use_or_under_another_key_is_one_clear_line(tiny: Path, tmp_path: Path, short_dir: Path) -> None:
