@@ -110,7 +110,7 @@ class Shards:
         return entry, dtype
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor in the dtype it is stored in; raises as ``find``."""
+        """One tensor in the dtype it is stored in; raises as ``find``, and BrokenShard where a number is none."""
         entry, dtype = self.find(name, shape)
         tensor = torch.empty(shape, dtype=dtype)
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -122,6 +122,9 @@ class Shards:
                 if not count:
                     raise BrokenShard(f"{entry.file} ended inside tensor {name}; {AGAIN}")
                 done += count
+        least, most = torch.aminmax(tensor)  # NaN, if any is
+        if not (least.isfinite() and most.isfinite()):
+            raise BrokenShard(f"{entry.file}: tensor {name} holds numbers that are infinite or none; {AGAIN}")
         return tensor
 
 

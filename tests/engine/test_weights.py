@@ -129,6 +129,18 @@ def test_a_wrong_shape_says_both(copy: Callable[..., Path]) -> None:
     refuse(directory, errors.WrongTensor, "experts.gate_up_proj", "[8, 64, 64]", "[8, 96, 64]")
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["layers.1.mlp.experts.down_proj", "layers.0.linear_attn.A_log"])
+def test_numbers_that_are_none(copy: Callable[..., Path], name: str, bad: float) -> None:
+    directory = copy()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.language_model.{name}"].view(-1)[-3] = bad
+
+    edit_tensors(directory, spoil)
+    refuse(directory, errors.BrokenShard, "model.safetensors", name, "infinite or none")
+
+
 def test_an_unsupported_dtype(copy: Callable[..., Path]) -> None:
     directory = copy("qwen3_moe")
 
