@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -93,10 +93,11 @@ def _prompt(name: str, vocab: int) -> list[int]:
 class Graphs:
     """How long the device takes for steps of one sequence, by events within the graphs that are made meanwhile: one
     where a step's inputs are there, one where its results are. Events around a graph would take the host longer than
-    what is measured."""
+    what is measured. A step that does not ask the CPU is a graph of its own."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
+        self._brought = 0
         self.seconds: list[float] = []
 
     @contextmanager
@@ -116,15 +117,16 @@ class Graphs:
             yield
 
     def _mark(self, number: int) -> None:
-        """In the first graph, which is that of one sequence."""
-        if torch.cuda.is_current_stream_capturing() and len(self._events) == number:
+        """In the first two graphs, which are those of one sequence where there are two."""
+        if torch.cuda.is_current_stream_capturing() and len(self._events) in (number, number + 2):
             event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
 
-    def ended(self) -> None:
-        """A step has."""
-        begin, end = self._events
+    def ended(self, brought: int) -> None:
+        """A step has. ``brought``: so many did not ask the CPU by now."""
+        begin, end = self._events[2:] if brought > self._brought else self._events[:2]
+        self._brought = brought
         end.synchronize()
         self.seconds.append(begin.elapsed_time(end) / 1e3)
 
@@ -132,7 +134,8 @@ class Graphs:
 def converse_alone(made: Served, vocab: int, graphs: Graphs) -> None:
     """Tells, of one sequence alone, tok/s and how long the device waits for the host."""
     made.ask("warm", prompt(90, 1, vocab), 2)  # a graph that never ran has no times
-    made.after = graphs.ended
+    runner = cast(DeviceRunner, made.scheduler.runner)
+    made.after = lambda: graphs.ended(runner.brought)
     converse(made, vocab)
     count = ANSWERS["long"] - _WARM
     steps = made.steps[-count:]

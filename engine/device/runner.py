@@ -56,7 +56,9 @@ class DeviceRunner(Runner):
             model, self.cache, self._finish, pages=pages, scratch=_WARM_UP, device=device, way=self._way
         )
         self._masks = Masks(model.vocab_size, most, device)
-        self._fetched_rows = self._graphs = self._brought = self._masked_rows = self._graph_bytes = 0
+        self._fetched_rows = self._graphs = self._masked_rows = self._graph_bytes = 0
+        self.brought = 0
+        """Steps so far that did not ask the CPU."""
         self._learns = False
         self._outs: dict[tuple[int, bool], tuple[Tensor, Reduced]] = {}
 
@@ -103,7 +105,7 @@ class DeviceRunner(Runner):
             "graphs": float(self._most),
             "graph_bytes": float(self._graph_bytes),
             "graph_steps": float(self._graphs),
-            "brought_steps": float(self._brought),
+            "brought_steps": float(self.brought),
             "fetched_rows": float(self._fetched_rows),
             "masked_rows": float(self._masked_rows),
             **({} if self._hosted is None else self._hosted.gauges()),
@@ -172,7 +174,7 @@ class DeviceRunner(Runner):
             masks = in_time(wanted, over, alone=len(parts) == 1)
             self._masks.copy(masks)
             self._steps.finish_again(step)
-        self._graphs, self._brought = self._graphs + 1, self._brought + brings
+        self._graphs, self.brought = self._graphs + 1, self.brought + brings
         return self._reduced(self._steps.wait(step), brings), masks, step.logits
 
     def _reduced(self, out: Tensor, brings: bool) -> Reduced:
