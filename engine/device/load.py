@@ -179,7 +179,7 @@ def _host(config: EngineConfig, memory: DeviceMemory, machine: Machine, driver: 
     while True:
         try:
             return Hosted(memory.cache, machine.lanes(), driver, nbytes, machine.device)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise unpinned or BadConfig(f"the host cache cannot be had: {error}; see --host-cache") from error
         except DriverError as error:
             unpinned = _unpinned(nbytes, "host cache", "lower it (--host-cache)", error)

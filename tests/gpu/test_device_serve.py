@@ -363,8 +363,9 @@ def test_what_leaves_the_device_is_kept_in_host_memory(
                 outcome = made.ask(prompt(seed, 140))
                 assert outcome.tokens == on_cpu.ask(prompt(seed, 140)).tokens
                 assert outcome.reuse.resumed == 139 * turn and (outcome.reuse.host > 0) == bool(turn)
-    with pytest.raises(BadConfig, match=r"no room for a page and a state.*--host-cache"):
-        Bench(directory, store_settings=StoreSettings("unused", host_bytes=1 << 20), **room, **device)
+    for size, words in ((1 << 20, "no room for a page and a state"), (1 << 62, "cannot be had: .* of host memory")):
+        with pytest.raises(BadConfig, match=rf"{words}.*--host-cache"):
+            Bench(directory, store_settings=StoreSettings("unused", host_bytes=size), **room, **device)
 
 
 @pytest.mark.deep
