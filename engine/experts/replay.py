@@ -19,15 +19,16 @@ from engine.experts.layout import FORMATS, Layout
 from engine.experts.residency import (
     CPU,
     DEFAULT,
+    ENTRIES,
     FETCHED,
     HITS,
+    SHIFT,
     SPAN,
     Decision,
     Policy,
     Residency,
     policies,
     resolve,
-    used,
 )
 
 _SAMPLED = 640
@@ -53,8 +54,10 @@ class Shadow:
     def use(self, flat: int, token: int, layer: int) -> bool:
         """Whether it was there. Tokens and layers come in order."""
         policy = self._policy
-        now = token * policy.per_step + layer * policy.per_layer
-        value, hit = used(self._value.get(flat, -SPAN), now, policy.bump), flat in self._resident
+        now, before = token * policy.per_step + layer * policy.per_layer, self._value.get(flat, -SPAN)
+        # As ``used``, without its 32 bits: this is what a chooser's time goes to.
+        added = policy.bump[min(abs(now - before) >> SHIFT, ENTRIES - 1)]
+        value, hit = max(now, before) + added, flat in self._resident
         self._value[flat] = value
         if not hit:
             if len(self._resident) == self._room:
@@ -107,8 +110,8 @@ class Chooser:
 
     def step(self, routed: npt.NDArray[np.int32]) -> bool:
         """After a step, with ``Residency.routed``: whether ``policy`` is another one now."""
-        flats = np.unique((routed + self._first)[routed >= 0])
-        kept: list[int] = flats[self._kept[flats]].tolist()
+        flats = (routed + self._first)[routed >= 0]
+        kept = sorted(set(flats[self._kept[flats]].tolist()))
         for number, shadow in enumerate(self._shadows):
             self._hits[number] += sum(shadow.use(flat, self._steps, flat // self._experts) for flat in kept)
         self._uses += len(kept)
