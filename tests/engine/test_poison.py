@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engine_support import ARCHITECTURES, GREEDY, Anchor, Bench, Outcome, replace, same_bits
-from safetensors.torch import load_file, save_file
 from store_fake import FakeStore
+from torch import Tensor
+
+from engine.layers.loader import Loader
 
 BAD = 7
 ONE = replace(GREEDY, max_tokens=1)
 
 
 @pytest.fixture(params=ARCHITECTURES)
-def poisoned(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path: Path) -> Callable[[float], Path]:
-    """A model in which everything that token ``BAD`` touches becomes infinite or NaN."""
+def poisoned(
+    request: pytest.FixtureRequest, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float], Path]:
+    """A model in which everything that token ``BAD`` touches becomes infinite or NaN. No file says so: such files are
+    refused."""
+    embedding = Loader.embedding
 
     def make(value: float) -> Path:
-        directory = tmp_path / f"{value}"
-        shutil.copytree(tiny(request.param), directory)
-        tensors = load_file(directory / "model.safetensors")
-        (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
-        tensors[name] = tensors[name].clone()
-        tensors[name][BAD] = value
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        def read(loader: Loader, vocab: int, hidden: int) -> Tensor:
+            table = embedding(loader, vocab, hidden)
+            table[BAD] = value
+            return table
+
+        monkeypatch.setattr(Loader, "embedding", read)
+        directory: Path = tiny(request.param)
         return directory
 
     return make
