@@ -32,7 +32,7 @@ from engine.experts.pinning import Pinned, pin
 from engine.experts.pool import Pool, Progress
 from engine.experts.prefill import Prefill
 from engine.experts.replay import Chooser
-from engine.experts.residency import CPU, MOST_PAIRS, ONE, WINDOW, Decision, Residency
+from engine.experts.residency import CPU, MOST_PAIRS, ONE, WINDOW, Decision, Residency, of_told
 from engine.experts.split import Split
 from engine.kernels import experts as kernels
 from engine.kernels import mxfp4
@@ -87,10 +87,11 @@ class OffloadedExperts:
         self._most = min(executor.layout.rows, DECODED, max(1, MOST_PAIRS // ranks))
         self._decisions = [Decision.create(rows + 1, ranks, device) for rows in range(self._most)]
         pinned = device.type == "cuda"
-        self._work = torch.zeros(pool.layers, 3, dtype=torch.int32, pin_memory=pinned)
-        self._routed = torch.full((pool.layers, MOST_PAIRS), -1, dtype=torch.int32, pin_memory=pinned)
+        self._reported = torch.zeros(self.residency.told.shape, dtype=torch.int32, pin_memory=pinned)
         self._shares = torch.full((pool.layers,), ONE, dtype=torch.int32, pin_memory=pinned)  # as residency begins
-        work, routed = self._work.numpy(), self._routed.numpy()[:, : self._most * ranks]
+        routed, work = (tensor.numpy() for tensor in of_told(self._reported, pool.layers))
+        routed[:] = -1
+        routed = routed[:, : self._most * ranks]
         self._told: _Told = executor.times, work, routed
         self._learnt_from: _Told = executor.times.copy(), work.copy(), routed.copy()
         self._chooser = Chooser(pool.layers, pool.experts, self.residency.slots)
@@ -184,8 +185,7 @@ class OffloadedExperts:
 
     def report(self) -> None:
         """The last work of a step on the device: tells the host what was done where."""
-        self._work.copy_(self.residency.work, non_blocking=True)
-        self._routed.copy_(self.residency.routed, non_blocking=True)
+        self._reported.copy_(self.residency.told, non_blocking=True)
 
     def after_step(self, *, graph: bool = False, brought: bool = False) -> None:
         """Raises ExecutorError when the CPU's part of the step failed or did not come: its results are void. A

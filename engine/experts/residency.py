@@ -81,7 +81,7 @@ class Residency:
     [ENTRIES]: the policy; ``part_bytes`` int32 [parts + 1]: bytes of an expert's first so many parts; ``limit`` int32
     [1]: slots from this one on are not used; ``routed`` int32 [layers, MOST_PAIRS]: the ids of a layer's last call, -1
     after them; ``lacks`` int32 [layers * experts]: the last parts of a resident expert that are not there, 0 of
-    others."""
+    others; ``told``: the memory of ``routed`` and ``work``, of which the host is told at once."""
 
     experts: int
     slot_of: Tensor
@@ -98,6 +98,7 @@ class Residency:
     limit: Tensor
     routed: Tensor
     lacks: Tensor
+    told: Tensor
 
     @staticmethod
     def create(layout: Layout, layers: int, experts: int, slots: int, device: torch.device) -> Residency:
@@ -108,6 +109,8 @@ class Residency:
         def full(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
+        told = full(-1, layers * (MOST_PAIRS + 3))
+        routed, work = of_told(told, layers)
         residency = Residency(
             experts=experts,
             slot_of=full(-1, layers * experts),
@@ -116,14 +119,15 @@ class Residency:
             clock=full(0, 1),
             hand=full(0, 1),
             counters=full(0, 4, dtype=torch.int64),
-            work=full(0, layers, 3),
+            work=work.zero_(),
             share=full(ONE, layers),
             pace=full(1, 2),
             bump=full(0, ENTRIES),
             part_bytes=torch.tensor(layout.offsets, dtype=torch.int32, device=device),
             limit=full(slots, 1),
-            routed=full(-1, layers, MOST_PAIRS),
+            routed=routed,
             lacks=full(0, layers * experts),
+            told=told,
         )
         residency.follow(policies(layers)[DEFAULT])
         return residency
@@ -206,6 +210,12 @@ class Decision:
 
         pairs = rows * ranks
         return Decision(empty(rows, ranks), empty(rows, ranks), empty(rows, ranks, 2), empty(pairs, 3), empty(2))
+
+
+def of_told(told: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+    """``routed`` and ``work`` in it."""
+    routed, work = told.split([layers * MOST_PAIRS, layers * 3])
+    return routed.view(layers, MOST_PAIRS), work.view(layers, 3)
 
 
 def wrap(number: int) -> int:
