@@ -33,7 +33,9 @@ from engine.device.graph import Inputs
 from engine.device.masks import Masks
 from engine.device.reduce import reduce
 from engine.experts.offload import DECODED, OffloadedExperts
+from engine.experts.waves import Fetches
 from engine.kernels import gather, launch
+from engine.kernels import waves as kernels
 from engine.layers.ops import Batch
 from engine.models.model import Cache, Model
 from engine.runner import Rows, make_batch
@@ -53,7 +55,9 @@ _FAR = 1 << 40
 _BRINGING = 3
 """Layers of which one expert is missing."""
 _CHECKPOINTS = 1, 2, 4, 8, 16
-"""Of a step, rounded up: for more of them, which are rare, a kernel is compiled when they come."""
+"""Of a step of few rows, rounded up."""
+_MANY = 17, 32, 33, 64
+"""Of a long one: more than one for each page are rarer than the kernel that then comes late is slow."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -157,6 +161,8 @@ def rehearse(
         for few in _few_slots(experts):
             for rows in (64,) if few > 1 else range(DECODED + 1, 2 * DECODED + 1):
                 step(short, make_batch([_rows(min(rows, chunk), 1)], device), torch.ones(1, device=device))
+        if experts is not None:
+            _bring_ahead(experts, device)
         for flags, copies in product((_FAR, _FAR + 4), (False, True)):
             gather.move(torch.zeros(1, 4, dtype=torch.int64, device=device), flags, copy=copies)
 
@@ -213,6 +219,17 @@ def _few_slots(experts: OffloadedExperts | None) -> Iterator[int]:
     experts.prefill.resize(limit)
 
 
+def _bring_ahead(experts: OffloadedExperts, device: torch.device) -> None:
+    """What goes ahead of layers, which a step asks for only where a whole layer has slots, as it may have later."""
+    residency, waves, count = experts.residency, experts.prefill.waves, experts.pool.experts
+    numbers = torch.zeros(count, dtype=torch.int32, device=device)
+    kernels.divide(residency, waves, numbers, 0, numbers, cpu=False)
+    kernels.place(residency, waves, numbers, 0)
+    kernels.take(
+        residency, waves, Fetches.create(count, device), numbers, 0, numbers, 0, 1, first=False, ahead=True
+    )  # fmt: skip
+
+
 def _shortened(model: Model) -> Model:
     """With one layer of each kind: others ask for the same kernels."""
     short: Any = copy(model)
@@ -242,6 +259,8 @@ def others(pages: int, live: int, chunk: int) -> Iterator[list[Rows]]:
         if tokens <= chunk:
             for beside in range(min(live, 2)):
                 yield [_rows(tokens, 1, snapshots), *[_rows(1, 1)] * beside]
+    for snapshots in _MANY if chunk >= 48 else ():
+        yield [_rows(48, 1, snapshots)]
 
 
 def _rows(tokens: int, width: int, snapshots: int = 0) -> Rows:

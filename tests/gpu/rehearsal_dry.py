@@ -1,8 +1,8 @@
 """A program for test_rehearsal.py: Triton as for an H200, on a machine without a GPU, and outside its interpreter.
 
-``compile``: a kernel for two numbers, side by side. ``serve MODE SEQUENCES RANKS STEPS``: what a rehearsal asks for,
-and what serving a small model then asks for besides, with so many steps of anything that the scheduler might come to.
-Prints JSON.
+``compile``: a kernel for two numbers, side by side. ``serve MODE SEQUENCES RANKS STEPS [SLOTS]``: what a rehearsal
+asks for, and what serving a small model then asks for besides, with so many steps of anything that the scheduler might
+come to; with SLOTS, there are only so many until kernels were rehearsed. Prints JSON.
 """
 
 from __future__ import annotations
@@ -121,12 +121,14 @@ def steps(pages: int, live: int, count: int) -> Iterator[list[Rows]]:
     rng = random.Random(0)
     for _ in range(count):
         sequences, most, parts = rng.randint(1, live), rng.choice((4, 16, 40, 130, CHUNK)), []
-        for tokens in (
+        tokens_of = [
             1 if rng.random() < 0.5 else rng.randint(1, max(1, most // sequences)) for _ in range(sequences)
-        ):
+        ]  # fmt: skip
+        for tokens in tokens_of:
             least = -(-tokens // PAGE)
             width = rng.choice((least, rng.randint(least, pages), pages))
-            snapshots = rng.choice((0, 0, 1, 2)) if sum(len(part.snapshots) for part in parts) < 15 else 0
+            left = (64 if sum(tokens_of) > 16 else 16) - sum(len(part.snapshots) for part in parts)
+            snapshots = min(left, rng.choice((0, 0, 1, 2, 20, 40)))
             parts.append(rows(tokens, width, snapshots, rng.random() < 0.8))
         yield parts
 
@@ -140,7 +142,7 @@ def disturb(experts: OffloadedExperts, rng: random.Random) -> None:
     experts.resize(rng.choice((slots, rng.randint(1, slots))))
 
 
-def served(mode: str, live: int, ranks: int, count: int) -> tuple[list[str], list[str], bool]:
+def served(mode: str, live: int, ranks: int, count: int, few: int = 0) -> tuple[list[str], list[str], bool]:
     asked, driver, untouched = set[tuple[str, str]](), Counting(), []
 
     def ask(*, key: str, fn: Any, **_: Any) -> bool:
@@ -157,12 +159,17 @@ def served(mode: str, live: int, ranks: int, count: int) -> tuple[list[str], lis
 
         def prepare(self, progress: Any) -> None:
             experts, costs = self._experts, self._experts and self._experts.prefill.costs
+            slots = experts.residency.slots if experts is not None else 0
+            if experts is not None and few:
+                experts.resize(few)
             rehearse.rehearse(self.model, self.cache, experts, **self.room, device=CPU, progress=progress)
             untouched.append(experts is None or (
                 driver.copied <= experts.pool.stride and experts.prefill.costs == costs
                 and experts.prefill.ahead is None and bool((experts.residency.slot_of == -1).all())
                 and experts.prefill.limit == int(experts.residency.limit)
             ))  # fmt: skip
+            if experts is not None and few:
+                experts.resize(slots)
 
     load.DeviceRunner = Runner  # type: ignore[misc]
     with TemporaryDirectory() as folder:
