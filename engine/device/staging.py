@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol, cast
 
 import numpy as np
@@ -26,6 +27,8 @@ from engine.memory.store import Buffers, Staged
 from engine.models.model import Cache
 
 _PIECE = 1 << 16
+_KNOWN = 1024
+"""Components at most whose pieces are remembered."""
 
 Lane = Literal["main", "out", "in"]
 
@@ -296,11 +299,26 @@ def shapes(cache: Cache) -> tuple[Shape, Shape]:
 
 def rows(sources: Rows, targets: Rows, lengths: Rows, flag: int = -1) -> Rows:
     """What moves each of ``lengths`` bytes, cut into pieces that programs can share."""
+    of, done, sizes = _cut(lengths) if len(lengths) > _KNOWN else _known(lengths.tobytes())
+    pieces = np.empty((len(of), 4), np.int64)
+    np.add(sources[of], done, out=pieces[:, 0])
+    np.add(targets[of], done, out=pieces[:, 1])
+    pieces[:, 2], pieces[:, 3] = sizes, flag
+    return pieces
+
+
+def _cut(lengths: Rows) -> tuple[Rows, Rows, Rows]:
+    """Of each piece: which of ``lengths`` it is of, how many bytes come before it there, its own bytes."""
     counts = -(-lengths // _PIECE)
     of = np.repeat(np.arange(len(lengths)), counts)
     done = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
-    size = np.minimum(lengths[of] - done, _PIECE)
-    return np.stack((sources[of] + done, targets[of] + done, size, np.full_like(done, flag)), axis=1)
+    return of, done, np.minimum(lengths[of] - done, _PIECE)
+
+
+@lru_cache(maxsize=256)
+def _known(lengths: bytes) -> tuple[Rows, Rows, Rows]:
+    """Those of a page or a state are asked for between two steps, over and over."""
+    return _cut(np.frombuffer(lengths, np.int64))
 
 
 def _chunks(lengths: Rows, most: int) -> Iterator[slice]:

@@ -13,12 +13,16 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.launch import launch
+
 PIECE = 1 << 16
 """Bytes of a row at most: as many programs share a large piece as a small one."""
 CHUNK = 4096
 """Words that a program moves at a time."""
 ACROSS = 32
 """Programs that move over the link: enough reads in flight for it, few enough to leave the device to others."""
+_ALONG = 1 << 15
+"""Bytes of rows that come to the device with the command to copy them."""
 ON_DEVICE = 1024
 """Programs at most that move within the device."""
 
@@ -53,10 +57,14 @@ def move(rows: Tensor, flags: int, *, copy: bool = True, programs: int = ON_DEVI
     bfloat16, negative if nobody asks. ``copy`` False: only look."""
     count = rows.shape[0]
     if count:
-        _move[(min(count, programs),)](rows, flags, count, COPY=copy, CHUNK=CHUNK, num_warps=8)
+        grid = (min(count, programs),)
+        launch(_move, grid, rows, flags, count, COPY=copy, CHUNK=CHUNK, num_warps=8, early=False)
 
 
 def upload(rows: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Rows for ``move`` on the current stream; nothing waits."""
+    """Rows for ``move`` on the current stream; nothing waits. The driver takes few bytes along with the command; to pin
+    memory for them would take the host 0.1 ms."""
     host = torch.from_numpy(rows)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    return (host if host.nbytes <= _ALONG else host.pin_memory()).to(device, non_blocking=True)
