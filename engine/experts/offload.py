@@ -49,8 +49,8 @@ _Told = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32
 
 DECODED = 16
 """Rows at most that one decision is made for; more are prefill."""
-BROUGHT = 1
-"""Rows at most of steps that can do without the CPU: more rows miss too much for that, and a graph takes memory."""
+BROUGHT = 4
+"""Rows at most of steps that can do without the CPU: more miss too much for that to pay."""
 _COPIES, _COPIED = 3, 32
 """How often how many experts are copied, to measure the link."""
 
