@@ -83,3 +83,22 @@ def test_prefill_conv(width: int, dtype: torch.dtype) -> None:
     want = TWIN.conv(wide[:, :150].float(), weight, twin, batch).to(dtype)
     torch.testing.assert_close(got, want, rtol=1e-3 if dtype == torch.float16 else 0, atol=1e-5)
     assert torch.equal(state, twin)
+
+
+@pytest.mark.parametrize("what", ["decay", "state"])
+def test_what_is_no_number_stays_in_its_sequence(what: str) -> None:
+    """And is seen there: in all that comes after it, not in the chunks before."""
+    batch = make_batch([(20, 50, 0), (70, 0, 1), (3, 63, 2)], [(0, 14, 3), (1, 64, 4), (1, 70, 5)])
+    draw, first = Draws(5), 85  # the 66th row of the second sequence
+    given = {name: draw(93, 1, 16).half() for name in ("q", "k", "v")}
+    given |= {"decay": -draw(93, 1).abs(), "beta": torch.sigmoid(draw(93, 1)), "state": draw(6, 1, 16, 16)}
+    spoilt = {name: one.clone() for name, one in given.items()}
+    spoilt[what][1 if what == "state" else first].view(-1)[0] = float("nan")
+    wanted, got = (chunked_delta.gated_delta(*one.values(), batch) for one in (given, spoilt))
+    others = [*range(20), *range(90, 93)]
+    assert torch.equal(got[others], wanted[others])
+    assert torch.equal(spoilt["state"][[0, 2, 3]], given["state"][[0, 2, 3]])
+    chunk, since = (20, 20) if what == "state" else (84, first)
+    assert torch.equal(got[20:chunk], wanted[20:chunk]) and got[since:90].isnan().flatten(1).any(dim=1).all()
+    assert spoilt["state"][[1, 5]].isnan().flatten(1).any(dim=1).all()
+    assert bool(spoilt["state"][4].isnan().any()) == (what == "state")
