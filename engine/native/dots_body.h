@@ -47,7 +47,7 @@ void dot(const ft::Integers& a, const void* panels, int64_t depth, int64_t count
 #pragma GCC unroll 1
 #endif
         for (int step = 0; step < Format::steps; ++step) {
-          if (lane == 0 && a.ahead != 0) ask<asked>(wanted + step * asked);  // all at once would wait for one another
+          if (lane == 0) ask<asked>(wanted + step * asked);  // all at once would wait for one another
 #pragma GCC unroll 4
           for (int part = 0; part < parts; ++part) {
             const auto weights = Format::load(block + Format::codes + 4 * (lane + part * Vec::width), step);
@@ -84,7 +84,7 @@ void dot_tiles(const ft::Integers& a, const void* panels, int64_t depth, int64_t
   alignas(64) std::int8_t room[ft::kBlock * ft::kPanel];
   tiles.multiply(a.words, Format::signed_bytes(block, room), sums[0][0][0]);
   for (int64_t number = 0, at = 0; number < count * blocks; ++number) {
-    if (a.ahead != 0) ask<Format::bytes>(wanted_with(block, a));
+    ask<Format::bytes>(wanted_with(block, a));
     const int64_t next = at + 1 == blocks ? 0 : at + 1;
     if (number + 1 < count * blocks) {
       tiles.multiply(a.words + next * block_words, Format::signed_bytes(block + Format::bytes, room),

@@ -33,16 +33,6 @@ constexpr std::int64_t kGatheredBlocks = 16;
 // Weights are asked for so many bytes before they are needed, and more of them by a task that waits for activations.
 constexpr std::int64_t kAhead = 8192, kWarm = 16384;
 
-// Some processors bring memory that is read in order to themselves better than they are told to, others do not.
-bool worth_asking() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("intel");
-#else
-  return true;
-#endif
-}
-
 }  // namespace
 
 // ── the products ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -58,7 +48,6 @@ Executor::Executor(const Kernels& kernels, const Dots& dots, const ExecutorSpec&
       products_(products_of(dots, spec)),
       tile_rows_(products_ == nullptr ? kernels.tile_rows : dots.tile_rows),
       block_bytes_(kBlockBytes[static_cast<int>(spec.format)]),
-      asks_(products_ != nullptr && worth_asking()),
       threads_(spec.threads, std::vector<int>(spec.cpus, spec.cpus + spec.cpu_count), kWorkerSpins),
       places_(static_cast<std::size_t>(spec.rows * spec.ranks)),
       gate_ups_left_(new PartsLeft[spec.rows * spec.ranks]),
@@ -262,7 +251,7 @@ const char* Executor::section(std::int64_t layer, const Group& group, std::int64
 
 // Asks for the first bytes of a stretch, for which no block before it does.
 void Executor::warm(const char* begin, const Stretch& stretch, std::int64_t most) const {
-  const char* const end = asks_ ? std::min(begin + most, stretch.end) : begin;
+  const char* const end = products_ == nullptr ? begin : std::min(begin + most, stretch.end);
   for (const char* line = begin; line < end; line += 64) {
     __builtin_prefetch(line);
     asm volatile("");  // compilers remove loops of nothing else
@@ -277,7 +266,7 @@ void Executor::product(const Activations& tiles, const float* row, std::int64_t 
     if (fresh) std::fill_n(c, count * outputs, 0.0f);
     Integers a = tiles.integers(first, size, column);
     const std::int64_t ahead = std::min(kAhead, stretch.end - panels);
-    a.ahead = asks_ ? ahead : 0, a.end = stretch.end;
+    a.ahead = ahead, a.end = stretch.end;
     a.jump = stretch.next == nullptr ? -ahead : stretch.next - stretch.end;  // to what is there, or to the next one
     products_->dots[size - 1](a, panels, depth, count, c);
     return;

@@ -137,7 +137,6 @@ class Executor {
   const Products* const products_;  // of integers; null for floats
   const int tile_rows_;
   const std::int64_t block_bytes_;
-  const bool asks_;  // for weights before they are needed
   std::mutex mutex_;  // one computation at a time
   ThreadPool threads_;
 

@@ -28,7 +28,7 @@ struct Integers {
   const std::int32_t* words;   // as Products has them
   const float* scales;         // [depth / kBlock][rows]
   const std::int32_t* starts;  // [depth / kBlock][rows][2], with which the sums of high and of low begin
-  std::int64_t ahead;          // what so many bytes after a block is asked for when it is computed; 0: nothing
+  std::int64_t ahead;          // what so many bytes after a block is asked for when it is computed
   const char* end;             // where that is from here on, it is `jump` bytes further on
   std::int64_t jump;
 };
