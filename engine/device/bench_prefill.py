@@ -77,7 +77,7 @@ class PrefillBench(Bench):
         seconds = median(self._forwards(rows, experts, counted))
         experts.residency.check()
         change = [(last - first) / _TIMED for first, last in zip(counted[_WARM - 1], counted[-1], strict=True)]
-        ahead = rows > DECODED and experts.prefill.streams(rows)
+        ahead = rows > DECODED and experts.prefill.streamed
         return Suffix(
             rows=rows,
             gigabytes=gigabytes,

@@ -44,7 +44,7 @@ class Copies:
         self._pool, self._driver, self._residency, self._waves = pool, driver, residency, waves
         self._slots, cuda = slots, slots.device.type == "cuda"
         self._side = Side(slots.device)
-        self._map = torch.empty(len(pool), dtype=torch.int32, pin_memory=cuda)
+        self._map = torch.full((len(pool),), -1, dtype=torch.int32, pin_memory=cuda)
         # Batches of a call: of each layer one that is the last one, and before each layer one that is not.
         self._lists = torch.empty(2 * pool.layers, pool.experts, dtype=torch.int32, pin_memory=cuda)
         self._come = torch.empty_like(self._lists, device=slots.device, pin_memory=False)
@@ -52,6 +52,8 @@ class Copies:
         self._plan: Iterator[list[Batch]] = iter(())
         self._turn = 0
         self._settled = self._side.mark()
+        self._events = [torch.Event(slots.device, enable_timing=True) for _ in range(2 * cuda)]
+        self._timed = 0
 
     def start(self, pieces: Sequence[int]) -> None:
         """Where pieces of the pool begin that were pinned one by one: no copy may cross that."""
@@ -61,9 +63,16 @@ class Copies:
         """After a step, or when slots were given or taken: the map is that of all before this."""
         self._settled = self._side.mark()
 
-    def drop_partial(self) -> None:
-        """Before a call. The host may read the map after this without waiting for what the call has computed so far."""
-        self._side.join(self._side.run(lambda _: self._residency.drop_partial(), after=self._settled))
+    def begin(self) -> Ints:
+        """Before a call. -> where experts are, as ``Residency.slot_of``: the host waits for what was before the call,
+        not for what it has computed so far."""
+        read = self._side.run(lambda _: self._read(), after=self._settled)
+        self._side.join(read)
+        if read is not None:
+            read.synchronize()
+        self._timed = 0
+        found: Ints = self._map.numpy()
+        return found
 
     def before(self, layer: int, ring: int, limit: int) -> Came:
         """What is copied from now on, in place of what is computed: before layer 0, and after each layer before the
@@ -71,11 +80,19 @@ class Copies:
         after = self._side.mark()
         if layer == 0:
             after = self._settled
-            read = self._side.run(lambda _: self._map.copy_(self._residency.slot_of, non_blocking=True), after=after)
-            if read is not None:
-                read.synchronize()
             self._plan, self._turn = plan(self._map.numpy().copy(), self._pool.experts, ring, limit), 0
         return {batch.layer: self._bring(batch, after) for batch in next(self._plan, [])}
+
+    def timed(self) -> tuple[float, int]:
+        """ns of a call's largest batch alone, once it has come, and how many experts that was."""
+        if not self._timed:
+            return 0.0, 0
+        begin, end = self._events
+        return 1e6 * begin.elapsed_time(end), self._timed
+
+    def _read(self) -> None:
+        self._residency.drop_partial()
+        self._map.copy_(self._residency.slot_of, non_blocking=True)
 
     def _bring(self, batch: Batch, after: torch.Event | None) -> torch.Event | None:
         told, come = self._lists[self._turn], self._come[self._turn]
@@ -85,7 +102,16 @@ class Copies:
         numbers[batch.experts] = batch.slots
         come.copy_(told, non_blocking=True)
         kernels.place(self._residency, self._waves, come, batch.layer)
-        return self._side.run(lambda stream: self._copy(batch, stream), after=after)
+        return self._side.run(lambda stream: self._time(batch, stream), after=after)
+
+    def _time(self, batch: Batch, stream: int) -> None:
+        timed = len(batch.slots) > self._timed and len(self._events) > 0
+        if timed:
+            self._timed = len(batch.slots)
+            self._events[0].record()
+        self._copy(batch, stream)
+        if timed:
+            self._events[1].record()
 
     def _copy(self, batch: Batch, stream: int) -> None:
         pool, stride, room = self._pool, self._pool.stride, self._slots.data_ptr()
@@ -115,7 +141,11 @@ def plan(found: Ints, experts: int, ring: int, limit: int) -> Iterator[list[Batc
         batches = []
         while coming < layers:
             mine = found[coming * experts : (coming + 1) * experts]
-            missing, few = np.flatnonzero(mine < 0), max(0, share - np.count_nonzero(mine >= ring))
+            missing = np.flatnonzero(mine < 0)
+            if not len(missing):
+                coming += 1
+                continue
+            few = max(0, share - np.count_nonzero(mine >= ring))
             whose = holds[:ring] // experts
             whose[whose < layer] = layers
             order = np.argsort(-whose, kind="stable")

@@ -2,7 +2,8 @@
 
 A call of few rows needs some experts: those are brought when they are known, with the most rows first, while the CPU
 computes the others. One of many rows needs all: then the next layer's are brought while a layer is computed, before
-they are known. Both bring only what is not on the device, so how much that is changes little of which is faster.
+they are known. Both bring only what is not on the device. Which is faster is expected from what parts of the work cost,
+and corrected by what whole calls took (``Ways``).
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ _EXCHANGE = 2e4
 _DEVICE_BYTES, _DEVICE_FLOPS = 1e12, 1e14
 """Per second: of a middling GPU. What there is, is learnt."""
 _REPEATS, _MANY = 5, 16
+_NEAR, _TRIES = 1.25, 32
+"""The other way is tried once in so many calls of a size where it is expected to take at most so many times as long."""
+_SIZES = 32
+"""Powers of two of rows."""
 _FAR = 8
 """Standard deviations from the mean that no expert's rows are expected beyond."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """ns. ``link``: an expert over the link. ``cpu``: an expert on the CPU, and ``row`` each of its rows; ``exchange``:
-    to ask the CPU; ``handed``: a row of a call that it helps with, there and back, and all else of a layer that nothing
-    hides. ``read``: the device reads an expert; ``pair``: it computes one row of one. ``between``: a row in
-    what lies between the experts of two layers. ``spread``: of the experts that equally likely ones would be, how many
-    a call uses."""
+    """ns. ``link``: an expert over the link, when it is known, and ``ahead``, by the copy engine, before. ``cpu``: an
+    expert on the CPU, and ``row`` each of its rows; ``exchange``: to ask the CPU; ``handed``: a row of a call that it
+    helps with, there and back, and all else of a layer that nothing hides. ``read``: the device reads an expert;
+    ``pair``: it computes one row of one. ``between``: a row in what lies between the experts of two layers.
+    ``spread``: of the experts that equally likely ones would be, how many a call uses."""
 
     link: float
     cpu: float
@@ -50,6 +55,7 @@ class Costs:
     exchange: float
     read: float
     pair: float
+    ahead: float
     handed: float = 0.0
     between: float = 0.0
     spread: float = 1.0
@@ -67,6 +73,7 @@ class Costs:
             handed=link * 8 * layout.hidden / layout.nbytes,
             read=1e9 * layout.nbytes / _DEVICE_BYTES,
             pair=1e9 * 6 * layout.hidden * layout.inner / _DEVICE_FLOPS,
+            ahead=link,
         )
 
     def table(self, share: int = -1) -> list[int]:
@@ -89,16 +96,27 @@ class Costs:
         first = max(on_link * self.link, on_cpu, self.device(found, found * each))
         return first + self.device(on_link, on_link * each)
 
-    def stream(self, rows: Sequence[int], resident: float, experts: int, between: float) -> float:
-        """ns of a layer when all of its ``experts`` were brought during the layer before it and ``between``."""
-        return max((1 - resident) * experts * self.link - between, self.device(len(rows), sum(rows)))
+    def routed(self, rows: int, ranks: int, experts: int, resident: float, cpu: bool) -> float:
+        """ns of a layer, and of what lies before it, of a call of so many rows when only what is routed is brought."""
+        layer = self.short(expected(self, rows, ranks, experts), resident, cpu)
+        return layer + (self.between + cpu * self.handed) * rows
+
+    def streamed(self, rows: int, ranks: int, experts: int, resident: float, layers: int) -> float:
+        """The same when whole layers are brought ahead, during those before: of ``layers``, one waits for the link, or
+        is computed after all has come."""
+        each = expected(self, rows, ranks, experts)
+        come = (1 - resident) * experts * self.ahead
+        computed = self.device(len(each), sum(each)) + self.between * rows
+        return max(come, computed) + min(come, computed) / layers
 
     def device(self, experts: int, pairs: float) -> float:
         return max(experts * self.read, pairs * self.pair)
 
-    def learnt(self, told: npt.NDArray[np.int32], times: npt.NDArray[np.int64], parts: int, uniform: float) -> Costs:
+    def learnt(
+        self, told: npt.NDArray[np.int32], times: npt.NDArray[np.int64], parts: int, uniform: float, pairs: int
+    ) -> Costs:  # fmt: skip
         """After a call: ``told`` [layers, 4] as ``Waves`` has it, ``times`` [layers, 3] as the executor; ``uniform``:
-        how many experts equally likely ones would have been."""
+        how many experts equally likely ones would have been; ``pairs``: rows of all experts of a layer."""
         used = [int(layer[FOUND] + layer[LINK] + layer[LEFT]) for layer in told]
         costs = replace(self, spread=min(1.0, self.spread * _change([one / (uniform * self.spread) for one in used])))
         asked = [
@@ -108,8 +126,20 @@ class Costs:
         ]
         expected = [max(1.0, layer[LEFT] * self.cpu + layer[ROWS] * self.row) for layer, _ in asked]
         cpu = _change([(took[0] - self.exchange) / ns for (_, took), ns in zip(asked, expected, strict=True)])
-        link = _change([took[1] / (layer[LINK] * self.link) for layer, took in asked if layer[LINK] and took[1]])
+        link = _change([
+            (took[1] - self._computed(layer, pairs)) / (layer[LINK] * self.link)
+            for layer, took in asked if layer[LINK] and took[1]
+        ])  # fmt: skip
         return replace(costs, cpu=self.cpu * cpu, row=self.row * cpu, link=self.link * link)
+
+    def _computed(self, layer: Sequence[int], pairs: int) -> float:
+        """ns that the device takes for what the link brought, after that."""
+        there = layer[FOUND] + layer[LINK]
+        return self.device(layer[LINK], (pairs - layer[ROWS]) * layer[LINK] / there)
+
+    def with_ahead(self, ns: float, experts: int) -> Costs:
+        """After so many that came ahead took ``ns``."""
+        return replace(self, ahead=self.ahead * _change([ns / (experts * self.ahead)]))
 
     def with_device(self, ns: float, experts: int, pairs: int) -> Costs:
         """After the device took ``ns`` to compute so much."""
@@ -147,11 +177,37 @@ def _spread(rows: int, ranks: int, room: int) -> tuple[int, ...]:
     return tuple(count for count in reversed(counts) if count)
 
 
-@lru_cache(maxsize=64)
-def streams(costs: Costs, rows: int, ranks: int, experts: int, resident: float, cpu: bool) -> bool:
-    """Whether a call of so many rows is better off when whole layers are brought ahead. ``cpu``: it may help."""
-    each, between = expected(costs, rows, ranks, experts), costs.between * rows
-    return costs.stream(each, resident, experts, between) < costs.short(each, resident, cpu) + cpu * costs.handed * rows
+class Ways:
+    """Two ways, and which is the faster one for calls of so many rows: False, 0, or True, 1. What is expected of each
+    is corrected by how many times as long calls of a size, or else of the next one measured, took."""
+
+    def __init__(self) -> None:
+        self._times = np.ones((2, _SIZES))
+        self._calls = np.zeros((2, _SIZES), np.int64)
+        self._other = np.full((2, _SIZES), _TRIES)  # calls since it was the way that was gone
+
+    def choose(self, rows: int, expected: Sequence[float]) -> bool:
+        size = rows.bit_length()
+        likely = [expected[way] * self._corrected(way, size) for way in (0, 1)]
+        best = bool(likely[1] <= likely[0])
+        tries = self._other[1 - best, size] >= _TRIES and self._calls[int(best), size] > 0
+        return not best if tries and likely[1 - best] <= _NEAR * likely[best] else best
+
+    def learn(self, way: bool, rows: int, times: float) -> None:
+        """A call took ``times`` as long as was expected of its way."""
+        size = rows.bit_length()
+        self._calls[int(way), size] += 1
+        weight = max(_WEIGHT, 1 / self._calls[int(way), size])
+        bounded = max(1 / _FARTHEST, min(times, _FARTHEST))
+        self._times[int(way), size] += weight * (bounded - self._times[int(way), size])
+        self._other[int(way), size] = 0
+        self._other[1 - way, size] += 1
+
+    def _corrected(self, way: int, size: int) -> float:
+        measured = np.flatnonzero(self._calls[way])
+        if not len(measured):
+            return 1.0
+        return float(self._times[way, measured[np.abs(measured - size).argmin()]])
 
 
 def cpu_costs(executor: Executor) -> tuple[float, float]:

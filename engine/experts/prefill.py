@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.device.driver import Driver
 from engine.experts.copies import Came, Copies, Side
-from engine.experts.cost import Costs, streams, uniform
+from engine.experts.cost import Costs, Ways, uniform
 from engine.experts.executor import Executor
 from engine.experts.pool import Pool
 from engine.experts.residency import ONE, Decision, Residency
@@ -37,6 +38,8 @@ _SURE = 0.9
 """Of its experts that a layer is to use, for some to be brought before they are known while the CPU helps."""
 _LISTS = 6
 """Of what is brought. One that is written again was read two layers before."""
+_MANY = 16
+"""Experts that came at once, for how long they took to tell what one takes."""
 _PROBED = 1
 """The layer whose computation, and the one whose distance from the layer before it, is timed."""
 
@@ -59,12 +62,15 @@ class Prefill:
         self._copies = Copies(pool, driver, residency, self.waves, slots)
         self._told = torch.zeros(pool.layers, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._rows = 0  # of the last whole call, until it is learnt from
-        self._turn = 0
+        self._turn, self._layer = 0, pool.layers
         self._ahead: Came = {}
+        self.streamed, self._expected = False, 1.0
+        """Whether the last call brought whole layers ahead, and how long it was expected to take, in ns."""
         self._from_pool = self._mailbox = 0
         self.ahead: bool | None = None
         """Whether whole layers are brought ahead, where they can be; None: if that is faster."""
-        self.costs = Costs(*[1.0] * 6)
+        self.costs, self._ways = Costs(*[1.0] * 7), Ways()
+        self._resident = 0.0
         self.resize(residency.slots)
 
     def start(self, pool: int, mailbox: int, pieces: Sequence[int]) -> None:
@@ -74,8 +80,10 @@ class Prefill:
         self.follow(Costs.measured(self._pool.layout, self._split, self._executor))
 
     def follow(self, costs: Costs | None = None) -> None:
-        """These costs, or as the split was fixed or freed, from now on in the order of the stream."""
-        self.costs = costs or self.costs
+        """These costs, of which nothing was measured yet, or as the split was fixed or freed, from now on in the order
+        of the stream."""
+        if costs is not None:
+            self.costs, self._ways = costs, Ways()
         fixed = self._split.fixed
         table = self.costs.table(-1 if fixed is None else round(fixed * ONE))
         self.waves.costs.copy_(torch.tensor(table, dtype=torch.int32), non_blocking=True)
@@ -85,6 +93,7 @@ class Prefill:
         self.limit, experts = limit, self._pool.experts
         self._ring = min(limit, experts + experts // 4, max(limit // _RING, experts))
         self._whole = self._ring >= experts
+        self._fits = limit >= len(self._pool)  # nothing has to go for others
         self._room = self._ring if self._whole else self._ring // 2
         self._share = share_of(self._pool.layers, experts, self._ring, limit)
         self._copies.settle()
@@ -94,22 +103,23 @@ class Prefill:
         """A wave needs a slot, and another one the next."""
         return self._room > 0 and self._from_pool != 0
 
-    def streams(self, rows: int) -> bool:
-        """Whether a call of so many rows brings whole layers ahead."""
-        if not self._whole or self.ahead is not None:
-            return self._whole and bool(self.ahead)
-        ranks, resident = self._executor.layout.ranks, min(1.0, (self.limit - self._ring) / len(self._pool))
-        return streams(self.costs, rows, ranks, self._pool.experts, resident, self._cpu_takes(rows))
+    def expected(self, rows: int) -> tuple[float, float]:
+        """ns that a call takes when only what is routed is brought, and when whole layers are, ahead; where as much is
+        there as at the last one."""
+        costs, experts, layers, ranks = self.costs, self._pool.experts, self._pool.layers, self._executor.layout.ranks
+        routed = costs.routed(rows, ranks, experts, self._resident, self._cpu_takes(rows))
+        return layers * routed, layers * costs.streamed(rows, ranks, experts, self._resident, layers)
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int, base: Tensor | None = None) -> Tensor:
         """As ``Ops.experts``, x of 16 bits or 32; contiguous tensors, a call's layers in order. Added to ``base``, in
         its memory."""
         residency, rows, at = self._residency, x.shape[0], self._where
+        if layer <= self._layer:  # a call begins; a rehearsal leaves layers out
+            self._begin(rows)
+        self._layer = layer
         if layer == _PROBED:
             self._probe.mark("begin")
-        if layer == 0:
-            self._copies.drop_partial()
-        streams = self.streams(rows)
+        streams = self.streamed
         takes = self._cpu_takes(rows) and not streams
         if streams and layer == 0:
             self._ahead |= self._copies.before(layer, self._ring, self.limit)
@@ -137,7 +147,8 @@ class Prefill:
         box = self._executor.layout
         if takes:
             kernels.arrive(self._mailbox, box)
-        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, self._ring, 0 if streams else self._share)
+        ring, share = (0 if self._fits else self._ring, 0) if streams else (self._ring, self._share)
+        waves.keep(residency, self.waves, ids[-TAIL:], rows, layer, ring, share)
         waves.move(self._slots, self.waves)
         if streams and layer + 1 < self._pool.layers:
             self._ahead |= self._copies.before(layer + 1, self._ring, self.limit)
@@ -149,9 +160,27 @@ class Prefill:
         if layer in (_PROBED - 1, _PROBED):
             self._probe.mark("end" if layer < _PROBED else "over")
         if layer == self._pool.layers - 1:
+            self._probe.mark("last")
             self._told.copy_(self.waves.told, non_blocking=True)
             self._rows = rows
         return y
+
+    def _begin(self, rows: int) -> None:
+        self._probe.mark("first")
+        found = self._copies.begin()
+        # What is in the ring makes room for others, unless there is room for all.
+        kept = found >= (0 if self._fits else self._ring)
+        self._resident = np.count_nonzero(kept) / len(self._pool)
+        expected = self.expected(rows)
+        self.streamed = self._choose(rows, expected)
+        self._expected = expected[self.streamed]
+
+    def _choose(self, rows: int, expected: tuple[float, float]) -> bool:
+        if not self._whole or self.ahead is not None:
+            return self._whole and bool(self.ahead)
+        if self._split.fixed is not None:  # what is repeated does not depend on what things took
+            return not self._cpu_takes(rows)
+        return self._ways.choose(rows, expected)
 
     def learn(self) -> bool:
         """After the results of a step are there; from the whole call in it, if there was one. Whether."""
@@ -161,7 +190,7 @@ class Prefill:
         layout, box, experts = self._pool.layout, self._executor.layout, self._pool.experts
         told = self._told.numpy()
         alike = uniform(rows, box.ranks, experts)
-        costs = self.costs.learnt(told, self._executor.times, layout.parts, alike)
+        costs = self.costs.learnt(told, self._executor.times, layout.parts, alike, rows * box.ranks)
         found, link, left, asked = (int(number) for number in told[min(_PROBED, len(told) - 1)])
         expected = costs.divided(found, link, left, asked, rows * box.ranks)
         for name, ns in self._probe.read().items():
@@ -171,7 +200,11 @@ class Prefill:
                 costs = costs.with_handed((ns - expected) / rows)
             elif name == "computing" and 2 * found > experts:  # of few experts, too
                 costs = costs.with_device(ns, found, rows * box.ranks * found // (found + link + left))
-        self.follow(costs)
+            elif name == "call":
+                self._ways.learn(self.streamed, rows, ns / self._expected)
+        took, came = self._copies.timed()
+        self.costs = costs.with_ahead(took, came) if came > _MANY else costs
+        self.follow()
         return True
 
     def settle(self) -> None:
@@ -259,7 +292,10 @@ def _sum(counts: list[Tensor]) -> Tensor:
 class _Probe:
     """How long some work of a call took on the device; nothing without one."""
 
-    _SPANS = (("between", "end", "begin"), ("computing", "computes", "computed"), ("whole", "begin", "over"))
+    _SPANS = (
+        ("between", "end", "begin"), ("computing", "computes", "computed"), ("whole", "begin", "over"),
+        ("call", "first", "last"),
+    )  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         names = {name for _, *ends in self._SPANS for name in ends} if device.type == "cuda" else ()
