@@ -75,7 +75,7 @@ class Scheduler:
         """Admitted, and waiting for the store."""
         self._waiting: deque[Sequence] = deque()
         self._outbox: list[Reply] = []
-        self._later: Callable[[], None] = lambda: None
+        self._later: list[Callable[[], None]] = []
         self._order = 0
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self.pace = Pace()
@@ -122,14 +122,17 @@ class Scheduler:
         """Admissions, or else one forward and sampling. [] when there was nothing to do. To be called now and then
         while idle, too: what has settled goes to the store. ``meanwhile`` is called once, while a device computes if
         one does: what need not be done before the next tokens are fed."""
-        self._later = meanwhile
+        self._later = [meanwhile]
         try:
             return self._step()
         finally:
             self._meanwhile()
 
     def _step(self) -> list[Reply]:
-        self.memory.tick(self._clock())
+        if self._running:  # what it hands over comes after the forward then, on the device, too
+            self._later.append(lambda: self.memory.tick(self._clock()))
+        else:
+            self.memory.tick(self._clock())
         self.partition.tick(self._clock(), self.pace.token_seconds)
         if foreground := any(not one.request.background for one in (*self._running, *self._restoring, *self._waiting)):
             for sequence in [one for one in (*self._running, *self._restoring) if one.request.background]:
@@ -145,8 +148,8 @@ class Scheduler:
         return replies
 
     def _meanwhile(self) -> None:
-        later, self._later = self._later, lambda: None
-        later()
+        while self._later:
+            self._later.pop(0)()
 
     def close(self, timeout: float) -> None:
         """End everything; with a store, what is worth keeping is written, within ``timeout`` seconds or so."""
