@@ -200,6 +200,7 @@ class Ways:
         weight = max(_WEIGHT, 1 / self._calls[int(way), size])
         bounded = max(1 / _FARTHEST, min(times, _FARTHEST))
         self._times[int(way), size] += weight * (bounded - self._times[int(way), size])
+        self._times[1 - way, size] += (1.0 - self._times[1 - way, size]) / _TRIES  # one stray is forgotten
         self._other[int(way), size] = 0
         self._other[1 - way, size] += 1
 
