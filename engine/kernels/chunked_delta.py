@@ -10,7 +10,8 @@ P_ti = exp(G_t - G_i) q_t k_i, i <= t:
 ``_along`` takes S through the chunks. What they hand on lies as chunks (tiles of ``engine.kernels.segments``), zeros
 where a chunk has no row. Factors of products are float16: T, W and P come from contractions, so that none of their
 numbers is above 1. Sums, decays and states are float32. Only differences of G that are not positive are exponentiated,
-so no decay over- or underflows into the result. Results are within 1e-3 of exact ones.
+so no decay over- or underflows into the result. Results are within 1e-3 of exact ones, or 4e-3 where all keys are the
+same and beta is near 1. A row that is no number makes those before it in its chunk none.
 """
 
 from __future__ import annotations
