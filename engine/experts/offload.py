@@ -163,20 +163,25 @@ class OffloadedExperts:
         self.prefill.follow()
 
     def may_bring(self, rows: int) -> bool:
-        """Whether steps of so many rows can do without the CPU: all experts can come, and what a layer misses has room
-        in its window beside what it finds there."""
+        """Whether steps of so many rows can ever do without the CPU: all experts can come, and what a layer misses may
+        have room in its window beside what it finds there."""
         pinned = self._pinned is not None and self._pinned.layers == self.pool.layers
-        return pinned and rows <= BROUGHT and rows * self.executor.layout.ranks <= min(WINDOW, self._limit)
+        return pinned and rows <= BROUGHT and self._wanted(rows) <= min(WINDOW, self.residency.slots)
 
     def brings(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, had better do without."""
+        """Whether the next step, of so many rows, had better do without, and can."""
         fixed = self._split.fixed
-        return (self._bringing.pays if fixed is None else fixed == 1) and self.may_bring(rows)
+        pays = self._bringing.pays if fixed is None else fixed == 1
+        return pays and self.may_bring(rows) and self._wanted(rows) <= self._limit
+
+    def _wanted(self, rows: int) -> int:
+        """Slots that so many rows take in a layer at the most."""
+        return rows * self.executor.layout.ranks
 
     @contextmanager
     def bringing(self, brings: bool) -> Iterator[None]:
         """Calls of ``run`` and ``sums`` within bring all that they miss, and there is no request, wait or answer in
-        what they do: ``may_bring`` must be true whenever it runs."""
+        what they do. What of it runs later, as a graph, may run only when ``brings`` says so."""
         before, self._brings = self._brings, brings
         try:
             yield
