@@ -20,6 +20,7 @@ from engine.device.partition import Experts, Partition, Policy
 from engine.device.virtual import HostMemory
 from engine.experts.pool import Pool
 from engine.experts.pooled import PooledOps
+from engine.host import memory_bytes
 from engine.layers.loader import Loader
 from engine.layers.ops import CPU, Ops
 from engine.layers.reference import ReferenceOps
@@ -194,7 +195,7 @@ def _on_cpu(config: EngineConfig, checkpoint: _Checkpoint, progress: Progress) -
     manifest, live = model.manifest, config.max_sequences
     room = _Room.of(config, manifest, source.dtype)
     size = room.pages * manifest.page_bytes(source.dtype) + room.states(live) * manifest.slot_bytes
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = memory_bytes()
     wanted = f"--kv-bytes {config.kv_bytes}, --checkpoint-bytes {config.checkpoint_bytes} and --max-sequences {live}"
     wanted = f"{wanted} need {size} bytes"
     if size > machine:

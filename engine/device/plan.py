@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from dataclasses import dataclass
 
 from engine.api import PAGE, EngineConfig
@@ -16,6 +14,7 @@ from engine.device.outline import Outline
 from engine.experts.layout import BLOCK, FORMATS, Layout
 from engine.experts.pool import stride_of
 from engine.experts.residency import MOST_PAIRS
+from engine.host import memory_bytes
 from engine.weights.errors import BadConfig
 
 ROWS = 16
@@ -124,7 +123,7 @@ def expert_layout(config: EngineConfig, what: Outline) -> Layout:
         layout = Layout(FORMATS[name], what.hidden, -(-what.inner // BLOCK) * BLOCK)  # columns of zeros add nothing
     except ValueError as error:
         raise BadConfig(f"these experts cannot be held in {name}: {error}") from error
-    pool, host = what.layers * what.experts * stride_of(layout), os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    pool, host = what.layers * what.experts * stride_of(layout), memory_bytes()
     if pool > host:
         raise BadConfig(
             f"experts in {name} take {pool} bytes of host memory, and this machine has {host}; choose an "
