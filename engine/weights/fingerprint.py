@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 
 from engine.weights.shards import Shards
 
-ARITHMETIC = 2
+ARITHMETIC = 3
 """Raised whenever any operation's result may change in a bit."""
 
 _BLOCK = 8 << 20
