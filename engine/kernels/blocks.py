@@ -1,5 +1,5 @@
 """What experts' weights give with activations, straight from their blocks (``engine.experts.layout``): a tile of blocks
-at a time, float32, products kept apart until ``added``."""
+at a time, float32, products of different blocks kept apart until all are there."""
 
 from __future__ import annotations
 
@@ -65,23 +65,39 @@ def times_bf16(words, x, groups, here, EVEN: tl.constexpr):
 
 
 @triton.jit
-def times_int8(words, x, groups, here, EVEN: tl.constexpr):
-    """Products of a tile, summed over the four k of a word: [groups, 8, 32 rows]."""
-    octet, row = tl.arange(0, 8), tl.arange(0, 32)
-    at = octet[:, None] * 32 + row[None, :]
-    data = _read(words[:, None, None] + (16 + at)[None, :, :], here[:, None, None], EVEN) ^ -2139062144
+def read_int8(words, here, EVEN: tl.constexpr):
+    """Words and scales of a tile: [groups, 8, 32 rows] and [groups, 32]; a thread has all k of its rows in a block."""
+    row = tl.arange(0, 32)
+    at = 16 + tl.arange(0, 8)[:, None] * 32 + row[None, :]
+    data = _read(words[:, None, None] + at[None, :, :], here[:, None, None], EVEN)
     scales = words.to(tl.pointer_type(tl.float16))
-    scale = _read(scales[:, None] + row[None, :], here[:, None], EVEN).to(tl.float32)
-    total = tl.zeros(data.shape, tl.float32)
-    for byte in tl.static_range(4):
-        factor = _read(x + (groups[:, None] * 32 + octet[None, :] * 4 + byte), here[:, None], EVEN)
-        # 2^23 + code + 128 as a float, without a conversion
-        code = (((data >> (8 * byte)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-        total += code * factor[:, :, None]
-    return total * scale[:, None, :]
+    return data, _read(scales[:, None] + row[None, :], here[:, None], EVEN)
+
+
+@triton.jit
+def read_values(x, groups, here, EVEN: tl.constexpr):
+    """What a tile of int8 meets, as whole vectors: [groups, 8, second half of a word, odd byte]."""
+    at = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
+    return tl.reshape(_read(x + at, here[:, None], EVEN), (groups.shape[0], 8, 2, 2))
+
+
+@triton.jit
+def _code(data, SHIFT: tl.constexpr):
+    """2^23 + code + 128 as a float, without a conversion."""
+    return (((data >> SHIFT) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def times_int8(data, scale, values):
+    """Products of a tile, summed over the k of a block: [groups, 32 rows]."""
+    G: tl.constexpr = data.shape[0]
+    data = data ^ -2139062144
+    codes = tl.join(tl.join(_code(data, 0), _code(data, 16)), tl.join(_code(data, 8), _code(data, 24)))
+    products = tl.reshape(codes * values[:, :, None, :, :], (G, 8, 32, 4))
+    return tl.sum(tl.sum(products, axis=3), axis=1) * scale.to(tl.float32)
 
 
 @triton.jit
 def added(total):
-    """[groups, words, rows] -> [rows]."""
+    """[groups, k, rows] -> [rows]."""
     return tl.sum(tl.reshape(total, (total.shape[0] * total.shape[1], total.shape[2])), axis=0)

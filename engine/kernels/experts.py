@@ -5,6 +5,9 @@ one panel (``engine.experts.layout``) of one pair: 16 columns of silu(gate x) * 
 down. It keeps the products of a tile of blocks apart and adds them up at the end, so what a pair gives does not depend
 on the other pairs. Programs of all pairs for one panel run side by side: pairs that share an expert share its read
 through the L2 cache.
+
+Of int8 a tile is in registers, read as vectors with its scales and activations, and gate and up have the next one on
+its way: one row waits for what it reads, not for memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ from torch import Tensor
 from engine.experts.layout import BLOCK, HALF, Layout
 from engine.experts.residency import Decision
 from engine.kernels import mxfp4
-from engine.kernels.blocks import added, of_part, padded, parts_here, slot_of, times_bf16, times_int8
+from engine.kernels.blocks import (
+    added,
+    of_part,
+    padded,
+    parts_here,
+    read_int8,
+    read_values,
+    slot_of,
+    times_bf16,
+    times_int8,
+)
 from engine.kernels.launch import begin, cdiv, launch, next_power_of_2, wait
 from engine.kernels.mailbox import Mailbox, Request, release, store
 
@@ -53,12 +66,11 @@ class Tiles:
 
 TILES = {
     "bf16": Tiles(Tile(4, 4, 1, 4), Tile(2, 2, 4)),
-    "int8": Tiles(Tile(8, 4, 1, 3), Tile(4, 4, 2)),
+    "int8": Tiles(Tile(16, 4), Tile(16, 4)),
 }
 """By format. The same on every GPU: a tile sets the order of the sums."""
 
 _KINDS = {"bf16": 0, "int8": 1}
-_WORDS_OF_A_ROW = {"bf16": 32, "int8": 8}
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def fetch(pool: int, stride: int, slots: Tensor, decision: Decision, part_bytes:
 @triton.jit
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     begin()
@@ -116,19 +128,22 @@ def _gate_up(
                 up += high
             gates, ups = added(gate), added(up)
         else:
-            total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
+            total = tl.zeros((GROUPS, 32), tl.float32)
+            data, scale = read_int8(tl.multiple_of(blob + group * WORDS, 16), group < groups, EVEN)
             for start in tl.range(0, groups, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-                here = start + group < groups
-                where = tl.multiple_of(blob + (start + group) * WORDS, 16)
-                total += times_int8(where, row_x, start + group, here, EVEN)
-            gates, ups = tl.split(tl.trans(tl.reshape(added(total), (2, 16))))
+                values, later = read_values(row_x, start + group, start + group < groups, EVEN), start + GROUPS + group
+                next_data, next_scale = read_int8(tl.multiple_of(blob + later * WORDS, 16), later < groups, False)
+                tl.debug_barrier()  # all is on its way before any of it is waited for
+                total += times_int8(data, scale, values)
+                data, scale = next_data, next_scale
+            gates, ups = tl.split(tl.trans(tl.reshape(tl.sum(total, axis=0), (2, 16))))
         tl.store(out + pair.to(tl.int64) * inner + panel * 16 + column, gates / (1.0 + tl.exp(-gates)) * ups)
 
 
 @triton.jit
 def _down(
     h, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
-    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     begin()
@@ -145,7 +160,7 @@ def _down(
         if KIND == 0:
             lower, upper = tl.zeros((GROUPS, 32, 16), tl.float32), tl.zeros((GROUPS, 32, 16), tl.float32)
         else:
-            total = tl.zeros((GROUPS, VECTOR, 32), tl.float32)
+            total = tl.zeros((GROUPS, 32), tl.float32)
         for start in tl.range(0, last, GROUPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
             group = start + lane
             here = group < last
@@ -160,12 +175,13 @@ def _down(
                 lower += low
                 upper += high
             else:
-                total += times_int8(where, row_h, group, here, EVEN)
+                data, scale = read_int8(where, here, EVEN)
+                total += times_int8(data, scale, read_values(row_h, group, here, EVEN))
         if KIND == 0:
             tl.store(base + column, added(lower))
             tl.store(base + 16 + column, added(upper))
         else:
-            tl.store(base + tl.arange(0, 32), added(total))
+            tl.store(base + tl.arange(0, 32), tl.sum(total, axis=0))
 
 
 def gate_up(
@@ -185,7 +201,7 @@ def gate_up(
         _gate_up, (decision.slot.numel(), layout.inner // HALF),
         x, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[1:-1]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks,
         EVEN=groups % blocks == 0, STAGES=tile.stages, UNROLL=tile.unroll, RANKS=decision.slot.shape[1],
         WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
@@ -207,7 +223,7 @@ def down(
         _down, (decision.slot.numel(), layout.hidden // BLOCK),
         h, slots.view(torch.int32), decision.slot, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // BLOCK for bound in bounds[1:]), *offsets,
-        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks, VECTOR=_WORDS_OF_A_ROW[kind],
+        KIND=_KINDS[kind], WORDS=layout.format.block_bytes // 4, GROUPS=blocks,
         EVEN=all(bound // BLOCK % blocks == 0 for bound in bounds), STAGES=tile.stages, UNROLL=tile.unroll,
         WHOLE=whole, num_warps=tile.warps,
     )  # fmt: skip
