@@ -214,7 +214,7 @@ class Decision:
 
 def of_told(told: Tensor, layers: int) -> tuple[Tensor, Tensor]:
     """``routed`` and ``work`` in it."""
-    routed, work = told.split([layers * MOST_PAIRS, layers * 3])
+    routed, work = torch.split(told, [layers * MOST_PAIRS, layers * 3])
     return routed.view(layers, MOST_PAIRS), work.view(layers, 3)
 
 
