@@ -70,6 +70,8 @@ class Single(Counted):
 
     norm_linear = Composed.norm_linear
     norm_linear_conv = Composed.norm_linear_conv
+    delta_net = Composed.delta_net
+    gated_heads = Composed.gated_heads
     gated_delta_net = Composed.gated_delta_net
     qk_norm_rope = Composed.qk_norm_rope
     add_linear = Composed.add_linear

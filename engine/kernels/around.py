@@ -71,11 +71,11 @@ def finish(total, beside, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.cons
 
 @triton.jit
 def give_normed(
-    x, gate, norm, normed, row, present, squares, inner, eps, offset,
+    program, x, gate, norm, normed, row, present, squares, inner, eps, offset,
     KIND: tl.constexpr, HEAD: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """A program's piece of the inputs of the product."""
-    k = tl.program_id(0) * NORMED + tl.arange(0, NORMED)[:, None]
+    k = program * NORMED + tl.arange(0, NORMED)[:, None]
     inside = (k < inner) & present[None, :]
     factor = load_factor(norm, k, inside, offset, KIND, HEAD)
     values, _ = load_inputs(x, gate, factor, row[None, :], k, inside, KIND, HEAD)

@@ -265,15 +265,16 @@ def _turned(
     return tl.where(rotated, values * cos + tl.where(low, -others, others) * sin, values)
 
 
-@triton.jit(do_not_specialize=["count", "width"])
-def _qk_norm_rope(
+@triton.jit
+def turn_heads(
+    row, first,
     q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
     count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,
     q_eps, q_offset, k_eps, k_offset,
     PAGE: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    begin()
-    row, first, dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH, tl.arange(0, DIM)
+    """What a program of a kernel does that has begun: EACH heads of a row, from number ``first`` on."""
+    dim = tl.arange(0, DIM)
     token = _token(segments, table, row, count, width, PAGE, SEGMENTS)
     angle = angles + (tl.load(positions + row).to(tl.int64) * half + dim % half) * 2
     cos = tl.load(angle, mask=dim < 2 * half, other=0.0)
@@ -294,20 +295,51 @@ def _qk_norm_rope(
             tl.store(v_pages + to, value.to(v_pages.dtype.element_ty), mask=here)
 
 
+@triton.jit(do_not_specialize=["count", "width"])
+def _qk_norm_rope(
+    q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
+    count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,
+    q_eps, q_offset, k_eps, k_offset,
+    PAGE: tl.constexpr, SEGMENTS: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    begin()
+    turn_heads(
+        tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH,
+        q, k, v, q_norm, k_norm, out, positions, angles, k_pages, v_pages, segments, table,
+        count, width, heads, kv_heads, head_dim, half, q_row, q_head, k_row, k_head, v_row, v_head,
+        q_eps, q_offset, k_eps, k_offset, PAGE, SEGMENTS, DIM, EACH,
+    )  # fmt: skip
+
+
+def rotation(
+    q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], out: Tensor, table: Tensor,
+    k_pages: Tensor, v_pages: Tensor, batch: Batch,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What ``turn_heads`` takes behind its place, and constants."""
+    (_, heads, head_dim), kv_heads, (count, width), (q_norm, k_norm) = (
+        q.shape, k.shape[1], batch.page_table.shape, norms,
+    )  # fmt: skip
+    arguments = (
+        q, k, v, q_norm.weight, k_norm.weight, out, batch.positions, table, k_pages, v_pages, batch.segments,
+        batch.page_table, count, width, heads, kv_heads, head_dim, table.shape[1], *strides(q), *strides(k),
+        *strides(v), q_norm.eps, q_norm.offset, k_norm.eps, k_norm.offset,
+    )  # fmt: skip
+    return arguments, {
+        "PAGE": PAGE, "SEGMENTS": next_power_of_2(max(1, count)), "DIM": next_power_of_2(head_dim),
+    }  # fmt: skip
+
+
 def qk_norm_rope(
     q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,
     k_pages: Tensor, v_pages: Tensor, batch: Batch, given: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """As ``Ops.qk_norm_rope``, in the precision ``given``."""
-    (rows, heads, head_dim), kv_heads, (count, width) = q.shape, k.shape[1], batch.page_table.shape
-    out, dim, (q_norm, k_norm) = q.new_empty(q.shape, dtype=given), next_power_of_2(head_dim), norms
-    each = 1 if rows <= ROWS else HEADS
+    rows, heads, _ = q.shape
+    out, each = q.new_empty(q.shape, dtype=given), 1 if rows <= ROWS else HEADS
     if rows:
+        arguments, constants = rotation(q, k, v, norms, out, table, k_pages, v_pages, batch)
         launch(
-            _qk_norm_rope, (rows, cdiv(heads + kv_heads, each)),
-            q, k, v, q_norm.weight, k_norm.weight, out, batch.positions, table, k_pages, v_pages, batch.segments,
-            batch.page_table, count, width, heads, kv_heads, head_dim, table.shape[1], *strides(q), *strides(k),
-            *strides(v), q_norm.eps, q_norm.offset, k_norm.eps, k_norm.offset,
-            PAGE=PAGE, SEGMENTS=next_power_of_2(max(1, count)), DIM=dim, EACH=each, num_warps=warps(dim),
+            _qk_norm_rope, (rows, cdiv(heads + k.shape[1], each)), *arguments,
+            EACH=each, num_warps=warps(constants["DIM"]), **constants,
         )  # fmt: skip
     return out

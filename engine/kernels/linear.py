@@ -12,8 +12,8 @@ factor of the whole row, and is applied to the sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Self
 
 import torch
 import triton
@@ -83,15 +83,18 @@ def _in_order(values):
 
 
 @triton.jit
-def _row(
-    x, gate, norm, weight, after, conv, out, normed, columns, inner, eps, offset, unit,
+def one_row(
+    program, x, gate, norm, weight, after, conv, out, normed, part, columns, inner, eps, offset, unit,
     KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    begin()
-    row, k, column = tl.arange(0, 1), tl.arange(0, INNER), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    present, here = row < 1, column < columns
+    """What a program of a kernel does that has begun, all that it reads and writes included."""
+    first, count, run, gap, most = part
+    row, k, number = tl.arange(0, 1), tl.arange(0, INNER), program * BLOCK
+    here = number + tl.arange(0, BLOCK) < count
+    column = first + number + tl.minimum(number // run, most) * gap + tl.arange(0, BLOCK)
+    present = row < 1
     at = column[:, None].to(tl.int64) * inner + k[None, :]
     tile = tl.load(weight + at, mask=here[:, None] & (k < inner)[None, :], other=0.0)
     k = _threads(INNER, THREADS)
@@ -121,7 +124,76 @@ def _row(
     if WIDTH:
         slide(total, out, conv, live, column, columns, row, columns, past, WIDTH)
     if NORMED:
-        give_normed(x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
+        give_normed(program, x, gate, norm, normed, row, present, squares, inner, eps, offset, KIND, HEAD, NORMED)
+
+
+@triton.jit
+def _row(
+    x, gate, norm, weight, after, conv, out, normed, part, columns, inner, eps, offset, unit,
+    KIND: tl.constexpr, HEAD: tl.constexpr, BIAS: tl.constexpr, BASE: tl.constexpr, RANKS: tl.constexpr,
+    WHOLE: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    begin()
+    one_row(
+        tl.program_id(0), x, gate, norm, weight, after, conv, out, normed, part, columns, inner, eps, offset, unit,
+        KIND, HEAD, BIAS, BASE, RANKS, WHOLE, WIDTH, SEGMENTS, NORMED, BLOCK, INNER, THREADS,
+    )  # fmt: skip
+
+
+@triton.jit
+def one_normed_row(
+    program, x, norm, weight, out, part, columns, inner, eps, offset, unit,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """``one_row`` of a normed input and nothing behind it."""
+    one_row(
+        program, (x, 0), (x, 0, 0), norm, weight, (out, out, out, out, out, out, 0), 0, out, out, part,
+        columns, inner, eps, offset, unit,
+        NORM, 1, False, False, 0, False, 0, 1, 0, BLOCK, INNER, THREADS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a weight's outputs: ``number`` from ``first`` on, but that behind each of the first ``most`` runs of
+    ``run`` of them ``gap`` others stand. A program's outputs are in one run."""
+
+    first: int
+    number: int
+    run: int
+    gap: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A part of ``norm_linear`` of one row that programs of another kernel may do: ``one_normed_row``."""
+
+    arguments: tuple[Any, ...]
+    programs: int
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, x: Tensor, norm: Norm, weight: DeviceWeight, out: Tensor, part: Part) -> Self:
+        (columns, inner), sizes = weight.matrix.shape, _sizes(weight)
+        scales = norm.eps, norm.offset, 1 / weight.unit
+        arguments = x, norm.weight, weight.matrix, out, astuple(part), columns, inner, *scales
+        return cls(arguments, cdiv(part.number, sizes["BLOCK"]), sizes)
+
+
+def outputs(weight: DeviceWeight) -> int:
+    """Of a program of one row."""
+    return OUTPUTS * 2 // weight.matrix.element_size()
+
+
+def _sizes(weight: DeviceWeight) -> dict[str, Any]:
+    """Of programs of one row."""
+    width = max(256, next_power_of_2(weight.matrix.shape[1]))
+    warps = max(1, width // SHARE)
+    return {
+        "BLOCK": outputs(weight), "INNER": width, "THREADS": 32 * warps, "num_warps": warps,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,6 +219,16 @@ def takes_heads(weight: DeviceWeight, dim: int) -> bool:
     return weight.matrix.shape[1] % dim == 0 and dim & (dim - 1) == 0
 
 
+def takes_one(x: Tensor, weight: DeviceWeight) -> bool:
+    """Whether it is one row, of a width that ``_row`` has."""
+    return x.shape[0] == 1 and weight.matrix.shape[1] <= WIDEST
+
+
+def takes_part(x: Tensor, weight: DeviceWeight, run: int) -> bool:
+    """Whether ``Part`` can be of such runs."""
+    return takes_one(x, weight) and run % OUTPUTS == 0
+
+
 def linear(
     x: Tensor,
     weight: DeviceWeight,
@@ -159,15 +241,16 @@ def linear(
     base: Tensor | None = None,
     shared: Shared | None = None,
     conv: Conv | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """x float32 [rows <= ROWS, inner] or [rows, heads, dim], made by ``kind`` with ``gate`` (of the same shape) and
     ``norm`` what meets the weight. -> float32 [rows, out], ``base`` and what ``shared`` says added. ``normed``: where
-    the input of the product goes, of NORM."""
+    the input of the product goes, of NORM. ``part``, for one row: the others of the outputs are left open."""
     rows, (columns, inner) = x.shape[0], weight.matrix.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    gates, size = x if gate is None else gate, weight.matrix.element_size()
+    gates = x if gate is None else gate
     inputs = (x, x.stride(0)), (gates, *strides(gates)), x if norm is None else norm.weight, weight.matrix
     past, to = 0 if conv is None else _window(conv), out if normed is None else normed
     after = _after(out, bias, base, shared), past, out, to
@@ -179,17 +262,13 @@ def linear(
         **_with(shared),
         **_through(conv, rows),
     }
-    if rows == 1 and inner <= WIDEST:
-        width = max(256, next_power_of_2(inner))
-        warps = max(1, width // SHARE)
-        block = OUTPUTS * 2 // size
-        programs = cdiv(columns, block)
+    if takes_one(x, weight):
+        sizes, part = _sizes(weight), part or Part(0, columns, columns, 0, 0)
+        programs = cdiv(part.number, sizes["BLOCK"])
         launch(
-            _row, (programs,), *inputs, *after,
+            _row, (programs,), *inputs, *after, astuple(part),
             columns, inner, *scales,
-            BLOCK=block, INNER=width, THREADS=32 * warps,
-            NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)),
-            num_warps=warps, **before, **options,
+            NORMED=0 if normed is None else next_power_of_2(cdiv(inner, programs)), **sizes, **before, **options,
         )  # fmt: skip
         return out
     linear_many.many(weight.matrix, weight.counts, inputs[:3], after, rows, scales, before, options, normed is not None)

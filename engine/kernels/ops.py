@@ -15,6 +15,7 @@ from engine.device.attention import Chosen, choose
 from engine.kernels import (
     around,
     attention,
+    beside,
     chunked_delta,
     linear,
     mxfp4,
@@ -25,7 +26,7 @@ from engine.kernels import (
 from engine.kernels.experts import Sums
 from engine.kernels.linear import DeviceWeight
 from engine.kernels.products import Products
-from engine.layers.ops import Batch, Norm, Routing
+from engine.layers.ops import Batch, DeltaNet, GatedHeads, Norm, Routing
 from engine.layers.rope_table import rope_table
 
 
@@ -158,6 +159,20 @@ class DeviceOps(Products):
         if q.shape[0] > linear.ROWS:
             return super().gated_delta_net(q, k, v, a, b, a_log, dt_bias, state, batch)
         return recurrent.gated_delta_net(q, k, v, a, b, a_log, dt_bias, state, batch)
+
+    def delta_net(
+        self, x: Tensor, net: DeltaNet, window: Tensor, state: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if linear.takes_part(x, net.inputs, net.conv.shape[0]) and not batch.snapshots.shape[0]:
+            return beside.delta_net(x, net, window, state, batch)
+        return super().delta_net(x, net, window, state, batch)
+
+    def gated_heads(
+        self, x: Tensor, of: GatedHeads, k_pages: Tensor, v_pages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if linear.takes_part(x, of.inputs, of.head_dim):
+            return beside.gated_heads(x, of, k_pages, v_pages, batch)
+        return super().gated_heads(x, of, k_pages, v_pages, batch)
 
     def qk_norm_rope(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Norm, Norm], table: Tensor,

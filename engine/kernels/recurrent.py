@@ -6,6 +6,8 @@ on how rows are cut into calls. Snapshots go to slots of their own, never to one
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -137,14 +139,13 @@ def _gates(gates, row, head, FUSED: tl.constexpr):
 
 
 @triton.jit
-def _gated_delta(
-    q, k, v, gates, states, out, segments, snapshots,
+def delta(
+    sequence, head, piece, q, k, v, gates, states, out, segments, snapshots,
     group, value_heads, key_dim, value_dim, q_row, k_row, v_row, count, scale,
     FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    begin()
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    """What a program of a kernel does that has begun: VALUES columns of a head's state."""
+    key, value = tl.arange(0, KEYS), piece * VALUES + tl.arange(0, VALUES)
     key_here, value_here = key < key_dim, value < value_dim
     here = key_here[:, None] & value_here[None, :]
     slot_stride = value_heads * key_dim * value_dim
@@ -181,6 +182,19 @@ def _gated_delta(
     tl.store(cells, memory, mask=here)
 
 
+@triton.jit
+def _gated_delta(
+    q, k, v, gates, states, out, segments, snapshots,
+    group, value_heads, key_dim, value_dim, q_row, k_row, v_row, count, scale,
+    FUSED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    begin()
+    delta(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), q, k, v, gates, states, out, segments, snapshots,
+        group, value_heads, key_dim, value_dim, q_row, k_row, v_row, count, scale, FUSED, KEYS, VALUES,
+    )  # fmt: skip
+
+
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: Batch
 ) -> Tensor:  # fmt: skip
@@ -193,18 +207,25 @@ def gated_delta_net(
     return _delta(q, k, v, (a, b, a_log, dt_bias, a.stride(0), b.stride(0)), state, batch, fused=True)
 
 
+def rule(
+    q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor | int, ...], state: Tensor, out: Tensor, batch: Batch
+) -> tuple[tuple[Any, ...], tuple[int, int, int], dict[str, Any]]:  # fmt: skip
+    """What ``delta`` takes behind its place; how many sequences, heads and pieces there are; constants."""
+    (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
+    arguments = (
+        q, k, v, gates, state, out, batch.segments, batch.snapshots,
+        value_heads // key_heads, value_heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
+        batch.snapshots.shape[0], key_dim**-0.5,
+    )  # fmt: skip
+    places = batch.segments.shape[0], value_heads, cdiv(value_dim, VALUES)
+    return arguments, places, {"KEYS": next_power_of_2(key_dim), "VALUES": VALUES}
+
+
 def _delta(
     q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor | int, ...], state: Tensor, batch: Batch, fused: bool
 ) -> Tensor:  # fmt: skip
     out = v.new_empty(v.shape)
-    (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
     if v.numel():
-        launch(
-            _gated_delta, (batch.segments.shape[0], value_heads, cdiv(value_dim, VALUES)),
-            q, k, v, gates, state, out, batch.segments, batch.snapshots,
-            value_heads // key_heads, value_heads, key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0),
-            batch.snapshots.shape[0], key_dim**-0.5,
-            FUSED=fused, KEYS=next_power_of_2(key_dim), VALUES=VALUES,
-            num_warps=4,
-        )  # fmt: skip
+        arguments, places, constants = rule(q, k, v, gates, state, out, batch)
+        launch(_gated_delta, places, *arguments, FUSED=fused, num_warps=4, **constants)
     return out

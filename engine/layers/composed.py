@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.ops import Batch, Norm, Ops, Routing
+from engine.layers.ops import Batch, DeltaNet, GatedHeads, Norm, Ops, Routing
 
 
 class Composed:
@@ -41,6 +41,18 @@ class Composed:
         self.rope(k, batch.positions, table)
         self.write_pages(k, v, k_pages, v_pages, batch)
         return q
+
+    def delta_net(
+        self: Ops, x: Tensor, net: DeltaNet, window: Tensor, state: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q, k, v, z, b, a = net.split(*self.norm_linear_conv(x, net.norm, net.inputs, net.conv, window, batch))
+        return self.gated_delta_net(q, k, v, a, b, net.a_log, net.dt_bias, state, batch), z
+
+    def gated_heads(
+        self: Ops, x: Tensor, of: GatedHeads, k_pages: Tensor, v_pages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q, gate, k, v = of.split(self.norm_linear(x, of.norm, of.inputs)[0])
+        return self.qk_norm_rope(q, k, v, of.norms, of.table, k_pages, v_pages, batch), gate
 
     def add_linear(self: Ops, base: Tensor, x: Tensor, weight: Any) -> Tensor:
         return base + self.linear(x, weight)

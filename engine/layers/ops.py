@@ -60,6 +60,52 @@ class Routing:
     renormalize: bool
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """A layer of Gated DeltaNet up to its output. ``inputs``, packed, gives q and k [key_heads * key_dim], v and z
+    [value_heads * value_dim], b and a [value_heads], side by side."""
+
+    norm: Norm
+    inputs: Any
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    def split(self, qkv: Tensor, rest: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, z of heads, b, a."""
+        rows, keys, values = qkv.shape[0], self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        q, k, v = torch.split(qkv, [keys, keys, values], dim=1)
+        z, b, a = torch.split(rest, [values, self.value_heads, self.value_heads], dim=1)
+        q, k = (x.view(rows, self.key_heads, self.key_dim) for x in (q, k))
+        v, z = (x.view(rows, self.value_heads, self.value_dim) for x in (v, z))
+        return q, k, v, z, b, a
+
+
+@dataclass(frozen=True)
+class GatedHeads:
+    """A layer of gated attention up to its queries. ``inputs``, packed, gives q and gate of each head in turn, then k
+    and v. ``norms`` of q and k, and ``table``, are for ``Ops.qk_norm_rope``."""
+
+    norm: Norm
+    inputs: Any
+    norms: tuple[Norm, Norm]
+    table: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def split(self, out: Tensor) -> tuple[Tensor, ...]:
+        """q, gate, k, v, of heads."""
+        rows, dim = out.shape[0], self.head_dim
+        q_and_gate, k, v = torch.split(out, [2 * self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=1)
+        q, gate = q_and_gate.view(rows, self.heads, 2 * dim).chunk(2, dim=2)
+        return q, gate, k.view(rows, self.kv_heads, dim), v.view(rows, self.kv_heads, dim)
+
+
 class Ops(Protocol):
     def pack(self, weight: Tensor) -> Any:
         """Prepare a linear weight [out, in] (float32 or bfloat16) once, at load."""
@@ -148,6 +194,16 @@ class Ops(Protocol):
     ) -> Tensor:  # fmt: skip
         """rms_norm of q and of k, rope of both, write_pages of k and v. -> q [rows, heads, head_dim]; its argument and
         k stay as they are."""
+
+    def delta_net(
+        self, x: Tensor, net: DeltaNet, window: Tensor, state: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """norm_linear_conv, then gated_delta_net. -> its result and z, each [rows, value_heads, value_dim]."""
+
+    def gated_heads(
+        self, x: Tensor, of: GatedHeads, k_pages: Tensor, v_pages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """norm_linear, then qk_norm_rope. -> its result and the gates, each [rows, heads, head_dim]."""
 
     def add_linear(self, base: Tensor, x: Tensor, weight: Any) -> Tensor:
         """base + linear(x): here and below, a residual stream [rows, hidden] and what a block adds to it."""

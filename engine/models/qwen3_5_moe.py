@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.layers.ffn import RoutedWithShared
 from engine.layers.loader import Loader
-from engine.layers.ops import Batch, Norm, Ops
+from engine.layers.ops import Batch, DeltaNet, GatedHeads, Norm, Ops
 from engine.models.fields import MOST_CONTEXT, MOST_LAYERS, Fields, Rope, check_counts, read_rope
 from engine.models.model import Cache, Manifest, Progress
 from engine.weights.errors import BadConfig
@@ -101,8 +100,6 @@ class GatedDeltaNet:
 
     def __init__(self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, norm: Norm) -> None:
         self.ops = loader.ops
-        self.norm = norm
-        self.config = config
         self.index = index
         hidden, channels = config.hidden, 2 * config.keys + config.values
         inputs = {
@@ -111,27 +108,24 @@ class GatedDeltaNet:
             "in_proj_b": config.value_heads,
             "in_proj_a": config.value_heads,
         }
-        self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = [*inputs.values()][1:]
-        self.conv = loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous()
-        self.a_log = loader.vector(f"{name}.A_log", config.value_heads)
-        self.dt_bias = loader.vector(f"{name}.dt_bias", config.value_heads)
+        self.net = DeltaNet(
+            norm,
+            loader.stacked(name, inputs, hidden),
+            loader.vector(f"{name}.conv1d.weight", channels, 1, config.conv_width).squeeze(1).contiguous(),
+            loader.vector(f"{name}.A_log", config.value_heads),
+            loader.vector(f"{name}.dt_bias", config.value_heads),
+            config.key_heads,
+            config.key_dim,
+            config.value_heads,
+            config.value_dim,
+        )
         self.out_norm = loader.norm(f"{name}.norm", config.value_dim, config.eps)
         self.out = loader.linear(f"{name}.out_proj", hidden, config.values)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        ops, config, rows = self.ops, self.config, x.shape[0]
         window, state = cache.states[2 * self.index], cache.states[2 * self.index + 1]
-        qkv, rest = ops.norm_linear_conv(x, self.norm, self.inputs, self.conv, window, batch)
-        q, k, v = torch.split(qkv, [config.keys, config.keys, config.values], dim=1)
-        z, b, a = torch.split(rest, self.sizes, dim=1)
-        out = ops.gated_delta_net(
-            q.view(rows, config.key_heads, config.key_dim),
-            k.view(rows, config.key_heads, config.key_dim),
-            v.view(rows, config.value_heads, config.value_dim),
-            a, b, self.a_log, self.dt_bias, state, batch,
-        )  # fmt: skip
-        return ops.add_gated_norm_linear(x, out, z.view(out.shape), self.out_norm, self.out)
+        out, z = self.ops.delta_net(x, self.net, window, state, batch)
+        return self.ops.add_gated_norm_linear(x, out, z, self.out_norm, self.out)
 
 
 class GatedAttention:
@@ -141,33 +135,25 @@ class GatedAttention:
         self, loader: Loader, config: Qwen35MoeConfig, name: str, index: int, norm: Norm, table: Tensor
     ) -> None:
         self.ops = loader.ops
-        self.norm = norm
-        self.config = config
         self.index = index
-        self.table = table
         hidden, width = config.hidden, config.head_dim
         inputs = {
             "q_proj": 2 * config.heads * width,
             "k_proj": config.kv_heads * width,
             "v_proj": config.kv_heads * width,
         }
-        self.inputs = loader.stacked(name, inputs, hidden)
-        self.sizes = [*inputs.values()]
+        stacked = loader.stacked(name, inputs, hidden)
         self.o = loader.linear(f"{name}.o_proj", hidden, config.heads * width)
-        self.head_norms = (
+        norms = (
             loader.norm(f"{name}.q_norm", width, config.eps, 1.0),
             loader.norm(f"{name}.k_norm", width, config.eps, 1.0),
         )
+        self.gated = GatedHeads(norm, stacked, norms, table, config.heads, config.kv_heads, width)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        ops, rows, width = self.ops, x.shape[0], self.config.head_dim
-        keys, values = cache.keys[self.index], cache.values[self.index]
-        inputs, _ = ops.norm_linear(x, self.norm, self.inputs)
-        q_and_gate, k, v = torch.split(inputs, self.sizes, dim=1)
-        q, gate = q_and_gate.view(rows, -1, 2 * width).chunk(2, dim=2)
-        k, v = k.view(rows, -1, width), v.view(rows, -1, width)
-        q = ops.qk_norm_rope(q, k, v, self.head_norms, self.table, keys, values, batch)
-        out = ops.attention(q, keys, values, batch, width**-0.5)
+        ops, keys, values = self.ops, cache.keys[self.index], cache.values[self.index]
+        q, gate = ops.gated_heads(x, self.gated, keys, values, batch)
+        out = ops.attention(q, keys, values, batch, self.gated.head_dim**-0.5)
         return ops.add_sigmoid_linear(x, out, gate, self.o)
 
 
