@@ -1,12 +1,12 @@
 """Routed experts for many rows: matrix products of the rows that chose an expert with its blob (``experts.layout``).
 
 Pairs (a row and one of its ranks) are sorted by expert; a program takes a tile of one expert's pairs and a tile of its
-columns, and decodes the blob's blocks into tensor core operands as it goes: quantised weights are the left factor,
-which may come from registers. Activations are rounded to the precision of the products: on a GPU bfloat16 (a relative
-1.1e-3 of each number, about 1.6e-3 of the result), or for int8, whose scales are float16, float16 (an eighth of that).
-Weights are exact but for int8, whose scale times code is rounded likewise. Sums are float32. Which tile a program has
-follows from where experts begin alone: expert e's tiles are numbered from ``start[e] // tile + e`` on, so some numbers
-have none.
+columns, and decodes the blob's blocks into tensor core operands as it goes: weights are the left factor, which may come
+from registers and has many rows where there are few pairs. Activations are rounded to the precision of the products: on
+a GPU bfloat16 (a relative 1.1e-3 of each number, about 1.6e-3 of the result), or for int8, whose scales are float16,
+float16 (an eighth of that). Weights are exact but for int8, whose scale times code is rounded likewise. Sums are
+float32. Which tile a program has follows from where experts begin alone: expert e's tiles are numbered from
+``start[e] // tile + e`` on, so some numbers have none.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Tile:
 FEW, SOME, MANY = 0, 1, 2
 """Up to 16 pairs an expert on average, up to 64, or more."""
 TILES = {
-    "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 64, 256, 64, 8, 3, 64)),
+    "bf16": (Tile(16, 16, 128, 64, 4, 4), Tile(64, 64, 128, 64, 4, 4), Tile(128, 32, 128, 64, 4, 3, 32)),
     "int8": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 32, 128, 64, 8, 3), Tile(128, 32, 128, 64, 4, 3, 32)),
     "mxfp4": (Tile(16, 16, 128, 64, 4, 3), Tile(64, 64, 256, 64, 8, 4), Tile(128, 32, 128, 64, 4, 3, 32)),
 }
-"""The largest tile takes 172 KB of shared memory, and those of few pairs less than 100."""
+"""The largest tile takes 111 KB of shared memory, and those of few pairs less than 100."""
 ARRANGED = 2048
 """Numbers that one program puts in order."""
 
@@ -178,10 +178,10 @@ def _coded(words, KIND: tl.constexpr, K: tl.constexpr, half: tl.constexpr):
 def _columns(total, KIND: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of a tile's sums [panels, 32 rows of a panel, pairs]. A thread has four neighbouring rows of a panel, which it
     reads as one: of the row the bits g g g u l, in the tile's columns u, the panel, l, g g g. bf16's panels have rows j
-    and 16 + j side by side, and pairs come first."""
+    and 16 + j side by side."""
     P: tl.constexpr = COLUMNS // 32
     if KIND == 0:
-        total = tl.permute(tl.reshape(total, (PAIRS, P, 16, 2)), (1, 3, 2, 0))
+        total = tl.permute(tl.reshape(total, (P, 16, 2, PAIRS)), (0, 2, 1, 3))
     else:
         total = tl.permute(tl.reshape(total, (2, P, 2, 8, PAIRS)), (1, 3, 0, 2, 4))
     return tl.reshape(total, (P, 32, PAIRS))
@@ -259,7 +259,7 @@ def _inputs(x, order, pair, end, ranks, wide, K: tl.constexpr, DOWN: tl.constexp
 @triton.jit
 def _add(weights, inputs, total, KIND: tl.constexpr):
     if KIND == 0:
-        total = tl.dot(inputs, weights, total, input_precision="ieee")
+        total = tl.dot(tl.trans(weights), tl.trans(inputs), total, input_precision="ieee")
     else:
         total = tl.dot(weights, tl.trans(inputs), total, input_precision="ieee")
         if weights.dtype != tl.float32:
@@ -291,11 +291,11 @@ def _tile(
     wide, panels = (inner, hidden // 32) if DOWN else (hidden, inner // 16)
     pair = first + tl.arange(0, PAIRS)
     from_x = _inputs(x, order, pair, end, ranks, wide, K, DOWN)
-    total = tl.zeros((PAIRS, COLUMNS) if KIND == 0 else (COLUMNS, PAIRS), tl.float32)
+    total = tl.zeros((COLUMNS, PAIRS), tl.float32)
     if REST:
         beyond = first + PAIRS + tl.arange(0, REST)
         from_beyond = _inputs(x, order, beyond, end, ranks, wide, K, DOWN)
-        rest = tl.zeros((REST, COLUMNS) if KIND == 0 else (COLUMNS, REST), tl.float32)
+        rest = tl.zeros((COLUMNS, REST), tl.float32)
     panel = tl.arange(0, COLUMNS) // 32 if KIND == 0 else tl.arange(0, COLUMNS // 32)
     panel = tl.minimum(tl.program_id(0) * (COLUMNS // 32) + panel, panels - 1)  # the last one again, not stored
     tl.assume(wide >= 32)  # else the assembler lets products wait for each other, for the sake of sums of nothing
