@@ -195,8 +195,8 @@ def _restore(device: Device, memory: Memory, said: Sequence[int], kept: Sequence
 
 def decoding(library: Path, layers: int, turns: int) -> None:
     """Decode steps alone, and with what they fill staged out: a page each 64 steps, a state each turn. Counted is what
-    delays tokens. As in a server whose other sequences go on, a state leaves between two steps, and those after it go
-    on while it is on its way."""
+    delays tokens. As in a server whose other sequences go on, a state is copied between two steps and leaves beside the
+    next one; nobody waits until it is there."""
     config = qwen36(layers)
     pool = Pool(Layout(FORMATS["mxfp4"], config.hidden, config.expert_inner), layers, config.experts)
     pool.fill_random()
@@ -212,7 +212,7 @@ def decoding(library: Path, layers: int, turns: int) -> None:
         tensor.zero_()
     steps = DecodeSteps(model, cache, lambda logits, _: logits.argmax(1), pages=64, scratch=(65, 3), device=GPU)
 
-    took: dict[str, list[float]] = {"a page": [], "a state": []}
+    took: dict[str, list[float]] = {"a page": [], "a state aside": [], "and out, beside a step": []}
     kept: list[Staged] = []
 
     def keep(what: str, stage: Callable[[], Iterable[Staged | None]]) -> None:
@@ -220,9 +220,11 @@ def decoding(library: Path, layers: int, turns: int) -> None:
         kept.extend(filter(None, stage()))
         took[what].append(time.perf_counter() - begin)
 
-    def state() -> Iterator[Staged | None]:
+    def aside() -> Iterator[Staged]:
         runner.mover.copy_state(1, 2)
-        yield runner.mover.stage_state(2) if runner.mover.state_finite(2) else None
+        if not runner.mover.state_finite(2):
+            raise RuntimeError("a state is not finite")
+        yield from ()
 
     def answers(staged: bool) -> float:
         """Seconds until the last token is there; what was staged after earlier ones may be on its way."""
@@ -230,11 +232,14 @@ def decoding(library: Path, layers: int, turns: int) -> None:
         start = time.perf_counter()
         for number in range(_TURNS * STEPS_PER_TURN):
             position = 2048 + number % STEPS_PER_TURN
-            steps.run([Rows((number % 1000,), position, range(64), 1, logits=True)])
+            launched = steps.launch([Rows((number % 1000,), position, range(64), 1, logits=True)])
+            if staged and number % STEPS_PER_TURN == STEPS_PER_TURN // 2 + 1:
+                keep("and out, beside a step", lambda: [runner.mover.stage_state(2)])
+            steps.wait(launched)
             if staged and position % PAGE == PAGE - 1:
                 keep("a page", lambda at=position // PAGE: runner.mover.stage_pages([(at, PAGE)]))  # type: ignore[misc]
             if staged and number % STEPS_PER_TURN == STEPS_PER_TURN // 2:
-                keep("a state", state)
+                keep("a state aside", aside)
         seconds = time.perf_counter() - start
         while kept:
             one = kept.pop()
@@ -254,7 +259,7 @@ def decoding(library: Path, layers: int, turns: int) -> None:
         cost < MOST_COST,
     )
     told = ", ".join(f"{what} {1e6 * median(times):.0f} us" for what, times in took.items())
-    report("of it the host, between two steps", told)
+    report("the host took for", told)
     device.close()
 
 
