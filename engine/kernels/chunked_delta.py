@@ -38,6 +38,8 @@ SNAPSHOTS = 16
 LARGE = 200 << 10
 """Shared memory for three chunks at a time, of which two are on their way; two take 130 KB at the most."""
 LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-128.0)
+"""A log decay that leaves nothing of a float32."""
 
 
 @triton.jit
@@ -100,7 +102,9 @@ def _within(
         at = first * heads + head + i * heads
         strength = tl.load(beta + at, mask=here, other=0.0)
         # Base 2. Differences of large sums may be small: in float32 they would be off by 1e-4, so there are two parts.
-        exact = tl.cumsum(tl.load(decay + at, mask=here, other=0.0).to(tl.float64) * LOG2_E, axis=0)
+        paces = tl.load(decay + at, mask=here, other=0.0)
+        paces = tl.where(paces < NOTHING, NOTHING, paces)  # a scan's sums of huge ones need not fall from row to row
+        exact = tl.cumsum(paces.to(tl.float64) * LOG2_E, axis=0)
         total = exact.to(tl.float32)
         rest = (exact - total).to(tl.float32)
         cell = tile * heads + head
