@@ -394,7 +394,7 @@ void Executor::nap(std::int64_t nanoseconds) {
 
 void Executor::rouse() {
   hot_since_.store(now());
-  if (!napping_.load()) return;
+  if (!napping_.load()) return threads_.rouse();  // it is between two naps, or busy; the others may sleep
   std::lock_guard<std::mutex> lock(nap_mutex_);
   nap_over_.notify_one();
 }
