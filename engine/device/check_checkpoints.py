@@ -301,7 +301,7 @@ def main() -> int:
     del device
     torch.cuda.empty_cache()
     if options.only != "restores":
-        decoding(options.library, 8 if options.quick else 12, 5 if options.quick else 9)
+        decoding(options.library, *((8, 5) if options.quick else (40, 9)))
     return verdict(time.perf_counter() - start)
 
 
