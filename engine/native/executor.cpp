@@ -104,7 +104,7 @@ void Executor::run_tasks(std::int64_t layer, std::int64_t rows, const float* x, 
   reserve(rows);
   make_tasks(rows);
   threads_.run(task_count_, [&](std::int64_t number, int thread) {
-    if (thread == 0) watch();
+    if (thread == 0 && serving_) watch();
     const Task task = task_of(number);
     switch (task.kind) {
       case Kind::gather:
