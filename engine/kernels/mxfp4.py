@@ -33,15 +33,20 @@ _RAISE = tl.constexpr(9223372036854775808.0)
 
 @dataclass(frozen=True)
 class Tile:
-    """``groups`` of k at a time, by so many ``warps``."""
+    """``groups`` of k at a time, by so many ``warps``; of gate_up, 1 or 3 tiles ``ahead`` of it are on their way."""
 
     groups: int
     warps: int
+    ahead: int = 1
 
 
 GATE_UP, DOWN, FINISH = Tile(32, 16), Tile(16, 8), Tile(128, 16)
 """The same on every GPU: a tile sets the order of the sums. That of gate_up leaves room beside it for programs of the
 next kernel, which counts for more than having all of k on its way at once."""
+GATE_UP_MANY = Tile(16, 8, 3)
+"""Of several rows, where all of k is on its way at once in four such tiles. Half the threads do less that all of them
+do, and there is another program to hide what one waits for; for one row there is none. So a row's bits are the same in
+any company, but others than alone."""
 
 
 FEW = 64
@@ -161,11 +166,11 @@ def _added(total, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _words_of(x, here, EVEN: tl.constexpr, half: tl.constexpr):
-    """Activations at pointers ``x`` as words: [groups, 4 eights, 4 (odd place, place // 2), halves, 2 pieces]; of
+def _words_of(values, half: tl.constexpr):
+    """Activations as words: [groups, 4 eights, 4 (odd place, place // 2), halves, 2 pieces]; of
     bfloat16, both halves are in one word."""
-    G: tl.constexpr = x.shape[0] // 32
-    values = tl.permute(tl.reshape(_read(x, here, EVEN) * _RAISE, (G, 4, 2, 2, 2)), (0, 1, 2, 4, 3))
+    G: tl.constexpr = values.shape[0] // 32
+    values = tl.permute(tl.reshape(values * _RAISE, (G, 4, 2, 2, 2)), (0, 1, 2, 4, 3))
     if half == tl.bfloat16:
         first, second = tl.split(values)
         high = _round(first, second)
@@ -192,27 +197,45 @@ def _wide_blocks(blob, at, stride, here, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _wide_columns(x, group, here, inner, EVEN: tl.constexpr, half: tl.constexpr, SPLIT: tl.constexpr):
-    """What ``_wide_blocks`` at ``group`` [groups] meet: threads have columns of their own where their rows' activations
+def _wide_values(x, here, EVEN: tl.constexpr):
+    """Activations of groups, of those that are ``here``, from ``x`` on."""
+    G: tl.constexpr = here.shape[0]
+    inside = tl.reshape(tl.broadcast_to(here[:, None], (G, 32)), (G * 32,))
+    return _read(x + tl.arange(0, G * 32), inside, EVEN)
+
+
+@triton.jit
+def _wide_columns(values, half: tl.constexpr):
+    """What ``_wide_blocks`` of ``_wide_values`` meet: threads have columns of their own where their rows' activations
     are, zeros elsewhere. Two of four have the other eights of k."""
-    G: tl.constexpr = group.shape[0]
+    mine = tl.arange(0, 8)[None, :, None, None, None] // 2 == tl.arange(0, 4)[:, None, None, None, None]
+    G: tl.constexpr = values.shape[0] // 32
+    words = _words_of(values, half)
+    # k is [2][odd place][four][place // 2][half of a word].
+    H: tl.constexpr = words.shape[3]
+    words = tl.permute(tl.reshape(words, (G, 2, 2, 4, H, 2)), (2, 5, 0, 1, 3, 4))
+    words = tl.broadcast_to(tl.reshape(words, (2, 1, 1, 2, G, 2, 4 * H)), (2, 2, 4, 2, G, 2, 4 * H))
+    return tl.where(mine, tl.reshape(words, (4, 8, G, 2, 4 * H)), 0)
+
+
+@triton.jit
+def _wide_split(x, group, here, inner):
+    """``_wide_columns`` at ``group`` [groups], of what ``_store`` has split."""
     four = tl.arange(0, 4)[:, None, None, None, None]
     eight, last = tl.arange(0, 8)[None, :, None, None, None], tl.arange(0, 4)[None, None, None, None, :]
-    mine = eight // 2 == four
-    if SPLIT:
-        octet = tl.arange(0, 2)[None, None, None, :, None] * 2 + four // 2
-        words = group[None, None, :, None, None] * 16 + octet * 4 + eight % 2 * (inner // 2) + last
-        live = here[None, None, :, None, None]
-        words = _read(x.to(tl.pointer_type(tl.int32)) + words, live & mine, False)
-    else:
-        inside = tl.reshape(tl.broadcast_to(here[:, None], (G, 32)), (G * 32,))
-        words = _words_of(x + tl.arange(0, G * 32), inside, EVEN, half)
-        # k is [2][odd place][four][place // 2][half of a word].
-        H: tl.constexpr = words.shape[3]
-        words = tl.permute(tl.reshape(words, (G, 2, 2, 4, H, 2)), (2, 5, 0, 1, 3, 4))
-        words = tl.broadcast_to(tl.reshape(words, (2, 1, 1, 2, G, 2, 4 * H)), (2, 2, 4, 2, G, 2, 4 * H))
-        words = tl.where(mine, tl.reshape(words, (4, 8, G, 2, 4 * H)), 0)
-    return words
+    octet = tl.arange(0, 2)[None, None, None, :, None] * 2 + four // 2
+    words = group[None, None, :, None, None] * 16 + octet * 4 + eight % 2 * (inner // 2) + last
+    live = here[None, None, :, None, None] & (eight // 2 == four)
+    return _read(x.to(tl.pointer_type(tl.int32)) + words, live, False)
+
+
+@triton.jit
+def _wide_tile(x, blob, start, COUNT: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr):
+    """``_wide_blocks`` of both panels from ``start`` on, and ``_wide_values``: only where room does not count."""
+    group = start + tl.arange(0, GROUPS)
+    values = _wide_values(x + start * 32, group < COUNT, EVEN) if AHEAD > 1 else 0.0
+    data, scales = _wide_blocks(blob, group * _WORDS, COUNT * _WORDS, group < COUNT, EVEN)
+    return values, data, scales
 
 
 @triton.jit
@@ -245,7 +268,7 @@ def _wide_added(total, WARPS: tl.constexpr):
 def _gate_up(
     x, slots, slot_in, parts_in, out, stride_words, hidden, inner, b1, b2, b3, b4, o0, o1, o2, o3,
     COUNT: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr, RANKS: tl.constexpr,
-    WHOLE: tl.constexpr, AHEAD: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
+    WHOLE: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr, SPLIT: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     begin()
     pair, panel = tl.program_id(0), tl.program_id(1) * 2
@@ -257,20 +280,30 @@ def _gate_up(
         offset = of_part(panel, b1, b2, b3, o0, o1, o2, o3)
         section = tl.multiple_of(slots + slot.to(tl.int64) * stride_words + offset, 16)
         blob, row_x = section + (panel - first) * (COUNT * _WORDS), x + (pair // RANKS).to(tl.int64) * hidden
-        group, total = tl.arange(0, GROUPS), tl.zeros((GROUPS, 32, 8), tl.float32)
-        data, scales = _wide_blocks(blob, group * _WORDS, COUNT * _WORDS, group < COUNT, EVEN)
+        total = tl.zeros((GROUPS, 32, 8), tl.float32)
+        one = _wide_tile(row_x, blob, 0, COUNT, GROUPS, EVEN, AHEAD)
+        two, three, later = one, one, one
+        if AHEAD == 3:
+            two = _wide_tile(row_x, blob, GROUPS, COUNT, GROUPS, EVEN and 2 * GROUPS <= COUNT, AHEAD)
+            three = _wide_tile(row_x, blob, 2 * GROUPS, COUNT, GROUPS, EVEN and 3 * GROUPS <= COUNT, AHEAD)
         for start in tl.static_range(0, COUNT, GROUPS):
-            words = _wide_columns(row_x + start * 32, group, start + group < COUNT, hidden, EVEN, half, False)
-            next_data, next_scales = data, scales
-            if start + GROUPS < COUNT:
-                later = start + GROUPS + group
-                next_data, next_scales = _wide_blocks(blob, later * _WORDS, COUNT * _WORDS, later < COUNT, EVEN)
+            values, data, scales = one
+            if AHEAD == 1:
+                values = _wide_values(row_x + start * 32, start + tl.arange(0, GROUPS) < COUNT, EVEN)
+                words = _wide_columns(values, half)
+            if start + AHEAD * GROUPS < COUNT:
+                later = _wide_tile(row_x, blob, start + AHEAD * GROUPS, COUNT, GROUPS, EVEN, AHEAD)
             tl.debug_barrier()  # all is on its way before any of it is waited for
+            if AHEAD > 1:
+                words = _wide_columns(values, half)
             total += _wide_products(data, scales, words, half)
-            data, scales = next_data, next_scales
+            if AHEAD == 1:
+                one = later
+            else:
+                one, two, three = two, three, later
         # For who comes next: as large a share of the part's down section.
         share = section + (end - first) * (COUNT * _WORDS) + (panel - first) * (COUNT * _WORDS // 2)
-        prefetch(share + tl.minimum(tl.arange(0, AHEAD) * 16, COUNT * _WORDS - 1))
+        prefetch(share + tl.minimum(tl.arange(0, LINES) * 16, COUNT * _WORDS - 1))
         gates, ups = tl.split(tl.trans(tl.reshape(_wide_added(total, WARPS), (2, 2, 16)), 0, 2, 1))
         column = (panel + tl.arange(0, 2)[:, None]) * 16 + tl.arange(0, 16)[None, :]
         _store(out + pair.to(tl.int64) * inner, column, gates * sigmoid(gates) * ups, inner, SPLIT)
@@ -299,8 +332,10 @@ def _down(
             at = of_part(group, b1, b2, b3, o0, o1, o2, o3) + ((2 * panels + panel) * wide + group - first) * _WORDS
             stride = tl.multiple_of(wide * other, 4)[None, None, :]
             data, scales = _wide_blocks(blob, tl.multiple_of(at, 4), stride, group < last, EVEN)
-            row = row_h if SPLIT else row_h + start * 32
-            words = _wide_columns(row, group, group < last, inner, EVEN, half, SPLIT)
+            if SPLIT:
+                words = _wide_split(row_h, group, group < last, inner)
+            else:
+                words = _wide_columns(_wide_values(row_h + start * 32, group < last, EVEN), half)
             total += _wide_products(data, scales, words, half)
         to = panel * 32 + tl.arange(0, 2)[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(out + pair.to(tl.int64) * hidden + to, _wide_added(total, WARPS), mask=to < hidden)
@@ -348,13 +383,15 @@ def _finish(
 def gate_up(x: Tensor, slots: Tensor, decision: Decision, layout: Layout, out: Tensor, whole: bool) -> None:
     """As ``engine.kernels.experts.gate_up``. ``out`` is for ``down`` and ``finish``, on a GPU as of ``_store``."""
     count, (bounds, offsets), pairs = layout.hidden // BLOCK, padded(layout), decision.slot
+    many = pairs.shape[0] > 1 and count <= (1 + GATE_UP_MANY.ahead) * GATE_UP_MANY.groups
+    tile = GATE_UP_MANY if many else GATE_UP
     launch(
         _gate_up, (pairs.numel(), layout.inner // BLOCK),
         x, slots.view(torch.int32), pairs, decision.gpu_parts, out, slots.shape[1] // 4,
         layout.hidden, layout.inner, *(bound // HALF for bound in bounds[1:]), *offsets,
-        EVEN=count % _groups(GATE_UP, count) == 0, RANKS=pairs.shape[1], WHOLE=whole,
-        AHEAD=next_power_of_2(cdiv(count * layout.format.block_bytes, LINE)),
-        **_constants(x, GATE_UP, count), **registers(pairs.shape[0]),
+        EVEN=count % _groups(tile, count) == 0, RANKS=pairs.shape[1], WHOLE=whole, AHEAD=tile.ahead,
+        LINES=next_power_of_2(cdiv(count * layout.format.block_bytes, LINE)),
+        **_constants(x, tile, count), **({} if many else registers(pairs.shape[0])),
     )  # fmt: skip
 
 

@@ -63,12 +63,27 @@ def test_experts_of_every_format(name: str, hidden: int, inner: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_is_the_same_bits_alone_and_in_company(name: str) -> None:
+def test_a_row_is_the_same_bits_in_any_company(name: str) -> None:
     layout = Layout(FORMATS[name], 64, 64)
     slots, x = slots_of(layout, 3), activations(3, 64)
-    _, together = computed(x, slots, decision([[0, 1], [2, 0], [1, 2]], [[2, 2], [2, 1], [1, 2]]), layout)
-    _, alone = computed(x[1:2].contiguous(), slots, decision([[2, 0]], [[2, 1]]), layout)
-    assert torch.equal(together[1], alone[0])
+    _, three = computed(x, slots, decision([[0, 1], [2, 0], [1, 2]], [[2, 2], [2, 1], [1, 2]]), layout)
+    _, two = computed(x[1:].contiguous(), slots, decision([[2, 0], [1, 2]], [[2, 1], [1, 2]]), layout)
+    assert torch.equal(three[1:], two)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "groups", "ahead"), [(96, 1, 3), (128, 1, 3), (160, 2, 3), (224, 2, 3), (160, 2, 1)]
+)
+def test_tiles_that_are_on_their_way_in_mxfp4(
+    hidden: int, groups: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mxfp4, "GATE_UP_MANY", mxfp4.Tile(groups, 1, ahead))
+    layout = Layout(FORMATS["mxfp4"], hidden, 32)
+    slots, x, made = slots_of(layout, 3), activations(2, hidden), decision([[2, -1], [0, 1]], [[1, 0], [1, 1]])
+    h, want = torch.full((2, 2, 32), float("nan")), torch.full((2, 2, 32), float("nan"), dtype=torch.float64)
+    experts.gate_up(x, slots, made, layout, h)
+    experts_twin.gate_up(x.double(), slots, made, layout, want)
+    torch.testing.assert_close(h.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_extreme_scales_of_mxfp4() -> None:
@@ -87,7 +102,7 @@ def test_extreme_scales_of_mxfp4() -> None:
 
 @pytest.mark.parametrize(("groups", "whole", "asked"), [(1, True, 0), (4, True, 0), (4, False, 1), (128, False, 0)])
 def test_the_end_of_a_layer(groups: int, whole: bool, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tile in ("GATE_UP", "DOWN", "FINISH"):
+    for tile in ("GATE_UP", "GATE_UP_MANY", "DOWN", "FINISH"):
         monkeypatch.setattr(mxfp4, tile, mxfp4.Tile(groups, min(groups, 4)))
     layout, draw = Layout(FORMATS["mxfp4"], 64, 128), torch.Generator().manual_seed(3)
     slots, x, base = slots_of(layout, 4), activations(2, 64), activations(2, 64)
