@@ -71,13 +71,14 @@ def _product(cut, other, ROWS: tl.constexpr):
 
 @triton.jit
 def _sequence(segments, row, count, SEGMENTS: tl.constexpr):
-    """The sequence that a row belongs to, -1 for none, and the row's position."""
+    """The sequence that a row belongs to, -1 for none; the row's position, and that of its sequence's first row."""
     index = tl.arange(0, SEGMENTS)
     first = tl.load(segments + index * 4, mask=index < count, other=0)
     rows = tl.load(segments + index * 4 + 1, mask=index < count, other=0)
     start = tl.load(segments + index * 4 + 2, mask=index < count, other=0)
     mine = (first <= row) & (row < first + rows)
-    return tl.max(tl.where(mine, index, -1)), tl.sum(tl.where(mine, start + row - first, 0))
+    since = tl.sum(tl.where(mine, start, 0))
+    return tl.max(tl.where(mine, index, -1)), since + tl.sum(tl.where(mine, row - first, 0)), since
 
 
 @triton.jit
@@ -99,21 +100,28 @@ def _ranges(
     q, k_pages, v_pages, segments, table, partial, highest, sums,
     first_row, count, width, splits, heads, kv_heads, head_dim, scale,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, SHORT_SPLIT: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, LINE: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin()
     local, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
+    sequence, position, since = _sequence(segments, first_row + local, count, SEGMENTS)
     length = tl.where(sequence < 0, 0, position + 1)
     size = tl.where(length <= SHORT, SHORT_SPLIT, SPLIT)
-    first = tl.program_id(2) * size
-    _ask(
-        k_pages, v_pages, table + sequence * width, first, length, kv_head, kv_heads, head_dim,
-        PAGE, min(PAGE, SHORT_SPLIT), DIM, LINE,
-    )  # fmt: skip
+    first, dim, key = tl.program_id(2) * size, tl.arange(0, DIM), tl.arange(0, TILE)
+    table += sequence * width
+    _ask(k_pages, v_pages, table, first, length, kv_head, kv_heads, head_dim, PAGE, min(PAGE, SHORT_SPLIT), DIM, LINE)
+    early_keys, early_values = 0.0, 0.0
+    if EARLY:
+        page = tl.load(table + first // PAGE, mask=first < length, other=0).to(tl.int64)
+        token = ((page * PAGE + first % PAGE + key) * kv_heads + kv_head) * head_dim
+        old = first + key < tl.minimum(length, since)  # the others are written by the kernel before
+        here = old[None, :] & (dim < head_dim)[:, None]
+        early_keys = tl.load(k_pages + token[None, :] + dim[:, None], mask=here, other=0.0)
+        here = old[:, None] & (dim < head_dim)[None, :]
+        early_values = tl.load(v_pages + token[:, None] + dim[None, :], mask=here, other=0.0)
     wait()
     group = heads // kv_heads
-    member, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
+    member = tl.arange(0, GROUP)
     head = kv_head * group + member
     here = (member < group)[:, None] & (dim < head_dim)[None, :]
     at = (first_row + local).to(tl.int64) * heads + head
@@ -125,16 +133,20 @@ def _ranges(
         total = tl.zeros((GROUP,), tl.float32)
         mixed = tl.zeros((GROUP, DIM), tl.float32)
         for start in range(origin, min(origin + size, length), TILE):
-            page = tl.load(table + sequence * width + start // PAGE).to(tl.int64)
-            key = tl.arange(0, TILE)
+            page = tl.load(table + start // PAGE).to(tl.int64)
             inside = start + key < length
+            late = inside
+            if EARLY:
+                late &= start + key >= tl.where(start == first, since, 0)
             token = ((page * PAGE + start % PAGE + key) * kv_heads + kv_head) * head_dim
             keys = tl.load(
-                k_pages + token[None, :] + dim[:, None], mask=inside[None, :] & (dim < head_dim)[:, None], other=0.0
-            )
+                k_pages + token[None, :] + dim[:, None], mask=late[None, :] & (dim < head_dim)[:, None],
+                other=early_keys,
+            )  # fmt: skip
             values = tl.load(
-                v_pages + token[:, None] + dim[None, :], mask=inside[:, None] & (dim < head_dim)[None, :], other=0.0
-            )
+                v_pages + token[:, None] + dim[None, :], mask=late[:, None] & (dim < head_dim)[None, :],
+                other=early_values,
+            )  # fmt: skip
             scores = _product(queries, keys, GROUP)
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -159,7 +171,7 @@ def _combine(
     local, head = tl.program_id(0), tl.program_id(1)
     dim = tl.program_id(2) * DIM + tl.arange(0, DIM)
     here = dim < head_dim
-    sequence, position = _sequence(segments, first_row + local, count, SEGMENTS)
+    sequence, position, _ = _sequence(segments, first_row + local, count, SEGMENTS)
     wait()
     ranges = tl.where(sequence < 0, 0, position // tl.where(position < SHORT, SHORT_SPLIT, SPLIT) + 1)
     base = ((local * heads + head) * splits).to(tl.int64)
@@ -203,7 +215,7 @@ def attention(
             first, count, width, splits, heads, kv_heads, head_dim, scale * LOG2_E,
             PAGE=PAGE, TILE=tiling.tile, **sizes,
             GROUP=max(4 * k_pages.element_size(), next_power_of_2(heads // kv_heads)), DIM=dim,
-            LINE=min(dim, LINE // k_pages.element_size()),
+            LINE=min(dim, LINE // k_pages.element_size()), EARLY=rows == 1,
             num_warps=tiling.warps, num_stages=1 if k_pages.dtype == torch.float32 else tiling.stages,
         )  # fmt: skip
         launch(
@@ -217,7 +229,7 @@ def attention(
 @triton.jit
 def _token(segments, table, row, count, width, PAGE: tl.constexpr, SEGMENTS: tl.constexpr):
     """Where a row's keys are among all of the pages, in tokens; negative for none."""
-    sequence, position = _sequence(segments, row, count, SEGMENTS)
+    sequence, position, _ = _sequence(segments, row, count, SEGMENTS)
     page = tl.load(table + tl.maximum(sequence, 0) * width + position // PAGE).to(tl.int64)
     return tl.where(sequence < 0, -1, page * PAGE + position % PAGE)
 

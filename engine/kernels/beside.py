@@ -4,8 +4,6 @@ is not multiplied with the rest of its inputs, but here."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +11,13 @@ from torch import Tensor
 
 from engine.kernels.around import NORM
 from engine.kernels.attention import rotation, turn_heads
-from engine.kernels.launch import begin, launch
-from engine.kernels.linear import Beside, Conv, Part, linear, one_normed_row
-from engine.kernels.recurrent import delta, rule
+from engine.kernels.launch import begin, cdiv, launch
+from engine.kernels.linear import OUTPUTS, Beside, Conv, Part, linear, one_normed_row, outputs
+from engine.kernels.recurrent import VALUES, delta, rule
 from engine.layers.ops import Batch, DeltaNet, GatedHeads
 
+PROGRAMS = 384
+"""Of a delta rule's kernel: there was room for as many at once, and what came later would end late."""
 _ALL = 1 << 30
 
 
@@ -46,18 +46,18 @@ def _delta_beside(
 def delta_net(x: Tensor, net: DeltaNet, window: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """As ``Ops.delta_net``, for one row of which there are no snapshots."""
     channels, columns = net.conv.shape[0], net.inputs.matrix.shape[0]
-    size = net.value_heads * net.value_dim
-    through = Conv(net.conv, window, batch, x.new_empty(1, channels))
-    part = Part(0, columns - size, channels, size, 1)
+    end, through = channels + net.value_heads * net.value_dim, Conv(net.conv, window, batch, x.new_empty(1, channels))
+    programs = batch.segments.shape[0] * net.value_heads * (pieces := cdiv(net.value_dim, VALUES))
+    size = min(end - channels, max(0, PROGRAMS - programs) * outputs(net.inputs)) // OUTPUTS * OUTPUTS
+    part = Part(0, columns - size, end - size, size, 1)
     out = linear(x, net.inputs, kind=NORM, norm=net.norm, conv=through, part=part)
     q, k, v, z, b, a = net.split(through.out, out[:, channels:])
-    to, beside = torch.empty_like(v), Beside.of(x, net.norm, net.inputs, out, Part(channels, size, _ALL, 0, 0))
+    to, beside = torch.empty_like(v), Beside.of(x, net.norm, net.inputs, out, Part(end - size, size, _ALL, 0, 0))
     gates = a, b, net.a_log, net.dt_bias, a.stride(0), b.stride(0)
-    arguments, places, constants = rule(q, k, v, gates, state, to, batch)
-    programs = math.prod(places)
+    arguments, _, constants = rule(q, k, v, gates, state, to, batch)
     launch(
         _delta_beside, (programs + beside.programs,), programs, *arguments, *beside.arguments,
-        PIECES=places[2], **constants, **beside.constants,
+        PIECES=pieces, **constants, **beside.constants,
     )  # fmt: skip
     return to, z
 

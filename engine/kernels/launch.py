@@ -6,8 +6,9 @@ for as much as the work itself. The order of reads and writes stays as without i
 
 * a kernel for ``launch`` calls ``begin`` first, or where the next one would no longer be in its way, and ``wait``
   before it touches anything but weights, what a batch says (segments, positions, pages) and, in a decode step, the
-  state that it changes itself, which no kernel ahead of it writes, in all its programs: it cannot end before those
-  ahead of it have, so that one ``wait`` waits for all of them. What it only asks for ahead may be anything;
+  state that it changes itself and keys of earlier steps, which no kernel ahead of it writes, in all its programs: it
+  cannot end before those ahead of it have, so that one ``wait`` waits for all of them. What it only asks for ahead may
+  be anything;
 * what is not a kernel (copies, memory operations of the stream) and kernels of others order themselves; only a kernel
   right after a memory operation says ``early=False``.
 """

@@ -163,7 +163,8 @@ class DeviceOps(Products):
     def delta_net(
         self, x: Tensor, net: DeltaNet, window: Tensor, state: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if linear.takes_part(x, net.inputs, net.conv.shape[0]) and not batch.snapshots.shape[0]:
+        end = net.conv.shape[0] + net.value_heads * net.value_dim
+        if linear.takes_part(x, net.inputs, end) and not batch.snapshots.shape[0]:
             return beside.delta_net(x, net, window, state, batch)
         return super().delta_net(x, net, window, state, batch)
 

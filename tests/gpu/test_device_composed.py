@@ -191,7 +191,7 @@ def kernels(module: ModuleType) -> list[ast.FunctionDef]:
 EARLY = (
     "slot = tl.load(segments +", "first, rows = (tl.load(segments +", "angle = angles + (tl.load(positions +",
     "cos = tl.load(angle,", "sin = tl.load(angle +", "tile = tl.load(weight +", "tile = tl.load(matrix +",
-    "if FUSED:\n    memory = tl.load(cells,",
+    "if FUSED:\n    memory = tl.load(cells,", "if EARLY:\n    page = tl.load(table +",
 )  # fmt: skip
 
 
