@@ -70,7 +70,6 @@ class Copies:
         self._side.join(read)
         if read is not None:
             read.synchronize()
-        self._timed = 0
         found: Ints = self._map.numpy()
         return found
 
@@ -84,11 +83,12 @@ class Copies:
         return {batch.layer: self._bring(batch, after) for batch in next(self._plan, [])}
 
     def timed(self) -> tuple[float, int]:
-        """ns of a call's largest batch alone, once it has come, and how many experts that was."""
-        if not self._timed:
+        """ns of a call's largest batch alone, after the call, and how many experts that was."""
+        count, self._timed = self._timed, 0
+        if not count:
             return 0.0, 0
         begin, end = self._events
-        return 1e6 * begin.elapsed_time(end), self._timed
+        return 1e6 * begin.elapsed_time(end), count
 
     def _read(self) -> None:
         self._residency.drop_partial()

@@ -197,7 +197,7 @@ class Ways:
         """A call took ``times`` as long as was expected of its way."""
         size = rows.bit_length()
         self._calls[int(way), size] += 1
-        weight = max(_WEIGHT, 1 / self._calls[int(way), size])
+        weight = max(_WEIGHT, 1 / (1 + self._calls[int(way), size]))  # what is expected counts as a call, too
         bounded = max(1 / _FARTHEST, min(times, _FARTHEST))
         self._times[int(way), size] += weight * (bounded - self._times[int(way), size])
         self._times[1 - way, size] += (1.0 - self._times[1 - way, size]) / _TRIES  # one stray is forgotten

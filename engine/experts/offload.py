@@ -199,7 +199,7 @@ class OffloadedExperts:
         if not graph:
             self.prefill.settle()
         self._watchdog.check()
-        if not self.prefill.learn():
+        if not self.prefill.learn() or graph:  # a graph after part of a prompt, which is over by now
             times, work, routed = self._learnt_from
             times[:], work[:], routed[:] = self._told
             self._brought = brought

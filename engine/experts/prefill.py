@@ -160,14 +160,15 @@ class Prefill:
         if layer in (_PROBED - 1, _PROBED):
             self._probe.mark("end" if layer < _PROBED else "over")
         if layer == self._pool.layers - 1:
-            self._probe.mark("last")
             self._told.copy_(self.waves.told, non_blocking=True)
+            self._probe.mark("last")
             self._rows = rows
         return y
 
     def _begin(self, rows: int) -> None:
-        self._probe.mark("first")
         found = self._copies.begin()
+        self.learn()  # all before this is over
+        self._probe.mark("first")
         # What is in the ring makes room for others, unless there is room for all.
         kept = found >= (0 if self._fits else self._ring)
         self._resident = np.count_nonzero(kept) / len(self._pool)
@@ -183,10 +184,12 @@ class Prefill:
         return self._ways.choose(rows, expected)
 
     def learn(self) -> bool:
-        """After the results of a step are there; from the whole call in it, if there was one. Whether."""
-        rows, self._rows = self._rows, 0
-        if not rows:
-            return False
+        """After a step; from the whole call in it, if there was one. Whether. Part of a prompt has no results that
+        anybody waits for: where the call is not over yet, it is when the next one begins."""
+        rows = self._rows
+        if not rows or not self._probe.over("last"):
+            return rows > 0
+        self._rows = 0
         layout, box, experts = self._pool.layout, self._executor.layout, self._pool.experts
         told = self._told.numpy()
         alike = uniform(rows, box.ranks, experts)
@@ -306,6 +309,10 @@ class _Probe:
         if name in self._events:
             self._events[name].record()
             self._marked.add(name)
+
+    def over(self, name: str) -> bool:
+        """Whether the device has passed this mark."""
+        return name not in self._events or self._events[name].query()
 
     def read(self) -> dict[str, float]:
         """ns of what was marked since the last time and is done."""

@@ -53,9 +53,9 @@ def test_the_way_is_the_faster_one_by_what_calls_took() -> None:
     """Of calls of that size, and, where there were none, of those most like them. What nearly pays is tried."""
     ways = Ways()
     assert not ways.choose(1000, (10.0, 11.0)) and ways.choose(1000, (11.0, 10.0)) and ways.choose(1000, (10.0, 10.0))
-    ways.learn(False, 1000, 1.3)
+    ways.learn(False, 1000, 1.6)  # the first one, beside what was expected
     assert ways.choose(1000, (10.0, 11.0)) and ways.choose(600, (10.0, 11.0)) and ways.choose(40, (10.0, 12.0))
-    ways.learn(True, 1000, 1.3)
+    ways.learn(True, 1000, 1.6)
     for _ in range(32):
         assert not ways.choose(1000, (10.0, 12.0))
         ways.learn(False, 1000, 1.3)
@@ -64,14 +64,26 @@ def test_the_way_is_the_faster_one_by_what_calls_took() -> None:
     assert not ways.choose(1000, (10.0, 12.0))
 
 
-def test_a_way_that_was_slow_once_is_gone_again() -> None:
+def test_a_way_that_was_slow_for_a_while_is_gone_again() -> None:
     ways = Ways()
-    ways.learn(True, 1000, 1000.0)
+    for _ in range(2):
+        ways.learn(True, 1000, 1000.0)
     chosen = []
     for _ in range(64):
         chosen.append(ways.choose(1000, (15.0, 10.0)))
         ways.learn(chosen[-1], 1000, 1.0)
-    assert not any(chosen[:8]) and all(chosen[-24:])
+    assert not any(chosen[:4]) and all(chosen[-24:])
+
+
+def test_a_first_call_that_was_slow_for_another_reason_decides_little() -> None:
+    """200 rows, of which what is routed takes 33 ms and whole layers 55: the first call compiles."""
+    ways = Ways()
+    ways.learn(False, 200, 30.0)
+    chosen = []
+    for _ in range(8):
+        chosen.append(ways.choose(200, (33.0, 55.0)))
+        ways.learn(chosen[-1], 200, 1.0)
+    assert sum(chosen) <= 1  # tried once
 
 
 def test_a_call_with_all_experts_there_decides_nothing() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.device.fake import FakeDriver
 from engine.experts import copies, offload, pinning, prefill, waves
+from engine.experts.cost import Costs
 from engine.experts.executor import Executor, ExecutorError
 from engine.experts.layout import FORMATS, Layout
 from engine.experts.offload import OffloadedExperts
@@ -355,3 +356,23 @@ def test_costs_follow_what_calls_take(made: MakeCase) -> None:
     after = case.offloaded.prefill.costs
     assert after.cpu < before.cpu and after.row < before.row
     assert case.offloaded.prefill.waves.costs.tolist()[:2] == after.table()[:2]
+
+
+def test_part_of_a_prompt_is_learnt_from_when_it_is_over(made: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what it gives: it is over when the next call begins, or the next graph has run."""
+    case, learnt = made(LAYERS * EXPERTS), []
+    part = case.offloaded.prefill
+    over, learn = [False], Costs.learnt
+    monkeypatch.setattr(part._probe, "over", lambda name: over[0])
+    monkeypatch.setattr(Costs, "learnt", lambda self, *args: learnt.append(args) or learn(self, *args))
+    case.call(40, 1)
+    assert not learnt
+    over[0] = True
+    case.call(30, 2)
+    assert [args[-1] for args in learnt] == [40 * RANKS, 30 * RANKS]
+    over[0] = False
+    case.call(20, 3)
+    over[0] = True
+    case.offloaded._told[1][:, CPU] = 5
+    case.offloaded.after_step(graph=True)
+    assert learnt[-1][-1] == 20 * RANKS and (case.offloaded._learnt_from[1][:, CPU] == 5).all()
