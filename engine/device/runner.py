@@ -86,6 +86,8 @@ class DeviceRunner(Runner):
             if decodes:
                 reduced, masks, logits = self._replay(parts, brings, meanwhile)
             else:
+                if self._experts is not None:
+                    self._experts.executor.rouse()
                 meanwhile()
                 reduced, masks, logits = self._at_once(parts, wait)
         finally:
@@ -188,7 +190,6 @@ class DeviceRunner(Runner):
     def _at_once(self, parts: Sequence[Rows], wait: Wait) -> _Scored:
         """As ``_replay``."""
         if self._experts is not None:
-            self._experts.executor.rouse()
             self._experts.prefill.settle()
         logits = self.forward(parts, wait)
         wanted = [part for part in parts if part.logits]

@@ -244,7 +244,9 @@ def test_what_was_drawn_goes_out_while_the_next_is_computed(
     made, order = Bench(model("qwen3_moe"), **offloading(model)), list[str]()
     for of, name in ((Executor, "rouse"), (DecodeSteps, "launch"), (DecodeSteps, "wait"), (Prefill, "settle")):
         does = getattr(of, name)
-        monkeypatch.setattr(of, name, lambda *at, does=does, name=name: (order.append(name), does(*at))[1])
+        monkeypatch.setattr(
+            of, name, lambda *at, does=does, name=name, **how: (order.append(name), does(*at, **how))[1]
+        )
     endpoint = Outbox(Request("r0", tuple(prompt(1, 4)), GREEDY))
 
     def send(connection: int, replies: list[Any]) -> None:
@@ -256,7 +258,7 @@ def test_what_was_drawn_goes_out_while_the_next_is_computed(
     monkeypatch.setattr(endpoint, "send", send)
     assert Worker(made.scheduler, cast(Endpoint, endpoint)).run() == 0
     assert order[:4] == ["rouse", "send", "settle", "settle"]  # the prompt
-    assert order[-9:] == [*("rouse", "launch", "send", "wait") * 2, "send"]
+    assert order[-9:] == [*("launch", "rouse", "send", "wait") * 2, "send"]
     assert sum(isinstance(reply, Tokens) for reply in endpoint.sent) == 4
     made.scheduler.close(1.0)
 
